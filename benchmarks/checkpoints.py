@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 import dither
-from dither.checkpoint import write
+from dither import checkpoint
+from dither.checkpoint import Saver, pack
 from dither.models import PRESETS, Llama
-from dither.train import Saver, pack
 
 
 def wait(device: torch.device) -> float:
@@ -79,9 +79,9 @@ def main() -> None:
         print(f"{options.preset}: {size / 1e9:.2f} GB a checkpoint; first save: the host waits {called - first:.2f} s, written")
         print(f"in {time.perf_counter() - called:.2f} s more")
         for name, work in {
-            "save": lambda: write.save(folder, 1, tensors=tensors, plain=plain),
-            "verify": lambda: write.verify(Path(folder) / "step-00000001"),
-            "load": lambda: write.load(Path(folder) / "step-00000001"),
+            "save": lambda: checkpoint.save(folder, 1, tensors=tensors, plain=plain),
+            "verify": lambda: checkpoint.verify(Path(folder) / "step-00000001"),
+            "load": lambda: checkpoint.load(Path(folder) / "step-00000001"),
             "torch.save": lambda: torch.save(tensors, Path(folder) / "torch.pt"),  # neither hashes nor syncs
             "torch.load": lambda: torch.load(Path(folder) / "torch.pt", map_location="cpu", weights_only=True),
         }.items():

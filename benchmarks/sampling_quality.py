@@ -44,11 +44,13 @@ import torch
 
 import dither
 from dither import LayerPrecision, Plan, step_context
+from dither.evaluate.deploy import deploy
+from dither.evaluate.held_out import replaced
 from dither.models import Llama, LlamaConfig, compile_blocks
 from dither.nn import bitwidth_loss, param_groups, sampling_parameters
-from dither.nn.deployment import deploy, effective_precision, replaced
-from dither.nn.targets import choose_targets
+from dither.nn.bitwidths import effective_precision
 from dither.spec import BitwidthLoss, Sampling, WeightDecay
+from dither.tools.targets import choose_targets
 
 END = "<|endoftext|>"
 """The line between two documents of a text, and the token after each."""
@@ -273,7 +275,7 @@ def evaluate(model: Llama, text: Text, arguments: argparse.Namespace) -> dict:
         found["b_t_layers"] = {layer.name: round(layer.mean, 4) for layer in learned.layers}
     found["operator_loss"] = text.held_out_loss(model, arguments.batch)
     # From here on the weights alone are in few bits: what the operator would cast again hides what casting them costs.
-    dither.apply_plan(model, Plan(default=LayerPrecision()))
+    dither.Conversion.of(model).switch(Plan(default=LayerPrecision()))
     found["loss"] = text.held_out_loss(model, arguments.batch)
     found["cast"] = {}
     for cast in CASTS:

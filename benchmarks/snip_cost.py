@@ -23,7 +23,7 @@ import torch
 import train as bare
 
 import dither
-from dither.snip import PROBES, Estimator, Goal, Schedule, Snip, choose, options, score
+from dither.snip import PROBES, Goal, Snip, SnipSettings, TrainingSetup, choose, options, score
 
 
 def seconds_of(work, device: str) -> tuple[float, float | None]:
@@ -100,9 +100,9 @@ def main() -> None:
                 for kernel in kernels[:30]:
                     print(f"  {kernel['ms']:>9.3f} ms{kernel['calls']:>6} x  {kernel['name'][:120]}", flush=True)
     for every in filter(None, arguments.controller.split(",")):
-        estimator = Estimator(step_tokens=text[:, 1:].numel())
-        schedule, plan = Schedule(start=1, every=int(every), delay=1), dither.recipe(arguments.mode.removeprefix("recipe:"))
-        snip = Snip(model, optimizer, plan, schedule=schedule, estimator=estimator, forward=loss)
+        settings = SnipSettings(target=0.75, start=1, every=int(every), delay=1)
+        setup = TrainingSetup(step_tokens=text[:, 1:].numel())
+        snip = Snip(dither.Conversion.of(model), optimizer, settings, forward=loss, setup=setup)
         tokens, waits = snip.effort.tokens or 0, []
         rows, length = max(1, tokens // arguments.sequence), min(arguments.sequence, tokens)
         parts = text[:rows, : length + 1].chunk(math.ceil(rows / math.ceil(batch / 4)))
@@ -119,7 +119,7 @@ def main() -> None:
             waits.append(seconds_of(partial(snip.before_step, number, parts), arguments.device)[0])
             step()
         total = statistics.mean(waits[1:] or waits) * snip.effort.steps / ordinary
-        print(f"every {every}: {snip.effort.describe(schedule)}", flush=True)
+        print(f"every {every}: {snip.effort.describe()}", flush=True)
         print(
             f"  by the clock, in ordinary steps: longest wait {max(waits[1:] or waits) / ordinary:.2f} (first "
             f"{waits[0] / ordinary:.2f}), in all {total:.1f}, {total / int(every):.2%} of the interval",

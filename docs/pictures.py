@@ -160,7 +160,7 @@ def plan_walk() -> Picture:
     """Draw where plans come from and what reads them."""
     picture = Picture(860, 290, "The walk of a plan: sources on the left, readers on the right")
     sources = ["recipe name", "JSON file", "SNIP", "learned bitwidths", "your own code"]
-    readers = ["convert, apply_plan", "checkpoints", "reports", "deploy", "dither plan show, diff"]
+    readers = ["convert, switch", "checkpoints", "reports", "deploy", "dither plan show, diff"]
     for place, name in enumerate(sources):
         y = 20 + place * 50
         picture.box(24, y, 170, 36, name, BLUE)

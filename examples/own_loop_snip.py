@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import dither
 from dither.models import build
-from dither.snip import Estimator, Goal, Schedule, Snip
+from dither.snip import Snip, SnipSettings
 from dither.snip.planning import picture
 
 
@@ -38,15 +38,12 @@ def main() -> None:
     options = parser.parse_args()
 
     model = build("tiny", vocab_size=VOCABULARY, seed=0)
-    dither.convert(model, "fp8-block")
+    conversion = dither.convert(model, "fp8-block")
     optimizer = dither.optim.AdamW(dither.nn.param_groups(model), lr=2e-3, max_norm=1.0)
     snip = Snip(
-        model,
+        conversion,
         optimizer,
-        "fp8-block",
-        goal=Goal(target=options.target),
-        schedule=Schedule(start=options.steps // 3, delay=2),
-        estimator=Estimator(probe="last"),
+        SnipSettings(target=options.target, start=options.steps // 3, delay=2, probe="last"),
         forward=loss_of,
     )
 

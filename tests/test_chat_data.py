@@ -6,8 +6,7 @@ import os
 import pytest
 import torch
 
-from dither import cli
-from dither.checkpoint import write
+from dither import checkpoint, cli
 from dither.data import BYTES, Loader, Prefetch, held_out, load_template, load_tokenizer, open_tokens, prepare, train_bpe
 from dither.data.chat import ChatTemplate, read_conversation
 from dither.errors import UserError
@@ -264,7 +263,7 @@ def test_prepare_and_train_on_the_command_line(prepared, tmp_path, capsys):
         for steps in ends:
             words = [*common, f"run.steps={steps}", "--resume=auto", "--out", str(out)]
             assert cli.main(["train", "--data", str(place), *words]) == 0
-    ours, theirs = (write.load(out / "checkpoints" / "step-00000003")[0] for out in (halves, straight))
+    ours, theirs = (checkpoint.load(out / "checkpoints" / "step-00000003")[0] for out in (halves, straight))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     capsys.readouterr()
     assert cli.main(["eval", str(straight), "--device", "cpu"]) == 0

@@ -22,11 +22,9 @@ from worlds import forked
 
 import dither
 from dither import Sampling, UserError, files
-from dither.checkpoint import tensorfile
-from dither.checkpoint import write as checkpoint
-from dither.checkpoint.manifest import to_bytes as manifest_bytes
-from dither.checkpoint.state import pack, plan_of, unpack
-from dither.checkpoint.write import Saver, keep, leftovers, load, newest, save, verify
+from dither.checkpoint import Saver, format, keep, leftovers, load, newest, pack, save, unpack, verify, write
+from dither.checkpoint.format import manifest_bytes
+from dither.checkpoint.state import plan_of
 from dither.models import Llama, LlamaConfig
 
 TENSORS = {"weight": torch.arange(12, dtype=torch.float32).view(3, 4).to(torch.bfloat16), "step": torch.tensor(7)}
@@ -37,7 +35,7 @@ def some(value: float = 1.0, count: int = 6) -> dict[str, torch.Tensor]:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return (a.dtype, a.shape) == (b.dtype, b.shape) and bytes(tensorfile.as_bytes(a)) == bytes(tensorfile.as_bytes(b))
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and bytes(format.as_bytes(a)) == bytes(format.as_bytes(b))
 
 
 # Round trips ----------------------------------------------------------------------------------------------------------
@@ -47,7 +45,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def tensors(draw):
     found = {}
     for name in draw(st.lists(st.from_regex(r"[a-zA-Z0-9_:]+(\.[a-z0-9]+)*", fullmatch=True), max_size=5, unique=True)):
-        dtype = draw(st.sampled_from(list(tensorfile.NAMES)))
+        dtype = draw(st.sampled_from(list(format.DTYPE_NAMES)))
         shape = draw(st.lists(st.integers(0, 4), max_size=3))
         size = torch.Size(shape).numel() * dtype.itemsize
         data = draw(st.binary(min_size=size, max_size=size))
@@ -80,20 +78,20 @@ def test_what_is_saved_is_loaded(tmp_path_factory, tensors, plain, step):
 
 def test_safetensors_reads_what_is_written_and_the_other_way_round(tmp_path):
     given = {"t.BOOL": torch.tensor([True, False, True])}  # three bytes, after which nothing wider would be aligned
-    for dtype, name in tensorfile.NAMES.items():
+    for dtype, name in format.DTYPE_NAMES.items():
         given.setdefault(f"t.{name}", torch.arange(48, dtype=torch.uint8).view(dtype))
-    given["t.empty"] = torch.empty(3, 0)
     path = save(tmp_path, 1, tensors=given, plain={})
-    with open(path / T, "rb") as file:
-        header = tensorfile.header(file, (path / T).stat().st_size)
-    assert all(begin % dtype.itemsize == 0 for dtype, _, begin in header.values())
+    header, _ = format.read_header(path / T)
+    assert all(tensor.begin % tensor.dtype.itemsize == 0 for tensor in header.values())
     theirs = safetensors.torch.load_file(path / T)
-    assert set(theirs) == set(given)
-    assert all(same(theirs[name], tensor) for name, tensor in given.items())
+    assert set(theirs) == {f"{name}@0" for name in given}
+    assert all(same(theirs[f"{name}@0"], tensor) for name, tensor in given.items())
     safetensors.torch.save_file(given, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
-    with open(tmp_path / "theirs.safetensors", "rb") as file:
-        ours = tensorfile.read(file, os.path.getsize(tmp_path / "theirs.safetensors"))
-    assert all(same(ours[name], tensor) for name, tensor in given.items())
+    header, metadata = format.read_header(tmp_path / "theirs.safetensors")
+    data = (tmp_path / "theirs.safetensors").read_bytes()
+    assert metadata == {"format": "pt"}
+    assert all((header[name].dtype, header[name].shape) == (x.dtype, tuple(x.shape)) for name, x in given.items())
+    assert all(data[header[name].begin :].startswith(format.as_bytes(x).tobytes()) for name, x in given.items())
 
 
 def test_tensors_that_do_not_lie_in_a_row_and_share_memory(tmp_path):
@@ -104,10 +102,10 @@ def test_tensors_that_do_not_lie_in_a_row_and_share_memory(tmp_path):
 
 
 def test_many_tensors_take_several_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "SHARD", 100)
+    monkeypatch.setattr(write, "FILE_BYTES", 100)
     given = {str(i): torch.full((10 + 10 * (i == 3),), float(i)) for i in range(7)}
     path = save(tmp_path, 0, tensors=given, plain={})
-    assert [len(safetensors.torch.load_file(file)) for file in sorted(path.glob("tensors-*"))] == [2, 1, 1, 2, 1]
+    assert [len(safetensors.torch.load_file(file)) for file in sorted(path.glob("rank-00000-*"))] == [2, 1, 1, 2, 1]
     assert all(same(load(path)[0][name], tensor) for name, tensor in given.items())
 
 
@@ -158,12 +156,12 @@ def test_too_many_levels(tmp_path):
 KILLER = """
 import os, signal, sys
 import torch
-from dither import safe_files
-from dither.checkpoint import manifest, tensorfile
-from dither.train import checkpoint
+from dither import files
+from dither import checkpoint
+from dither.checkpoint import format, write
 
 torch.set_num_threads(1)
-OWN = {checkpoint.__file__, safe_files.__file__, manifest.__file__, tensorfile.__file__}
+OWN = {write.__file__, files.__file__, format.__file__}
 
 def lines(work, at):
     "Run `work` and count the lines of ours that it comes through; kill -9 before line number `at`."
@@ -217,7 +215,7 @@ def _script(*arguments):
 
 
 def test_kill_9_anywhere_in_a_save_or_removal_loses_nothing(tmp_path):
-    counts = {"new": 24, "replace": 12, "keep": 6}
+    counts = {"new": 12, "replace": 8, "keep": 4}
     (tmp_path / "killer.py").write_text(KILLER)
     code, said = forked(_script, str(tmp_path / "killer.py"), str(tmp_path), *map(str, counts.values()))
     assert code == 0, said
@@ -269,7 +267,7 @@ def test_a_full_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
     inodes_gone = SimpleNamespace(f_files=1000, f_favail=3, f_bavail=10**9, f_frsize=1000)
     for usage, why in (
         (bytes_gone, r"the disk is full: 4\.0 MB are needed, and 2\.0 MB are free"),
-        (inodes_gone, "the disk has too few inodes: 4 are needed, and 3 of 1,000 are free"),
+        (inodes_gone, "the disk has too few inodes: 5 are needed, and 3 of 1,000 are free"),
     ):
         monkeypatch.setattr(os, "statvfs", lambda _, usage=usage: usage)
         with pytest.raises(UserError, match=rf"Step 200 cannot be saved in .*: {why}; the last good .* kept: step-00000100\."):
@@ -277,7 +275,7 @@ def test_a_full_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
         assert [each.name for each in tmp_path.iterdir()] == ["step-00000100"]
 
 
-@pytest.mark.parametrize("at", range(5))
+@pytest.mark.parametrize("at", range(6))
 def test_a_disk_that_gets_full_on_the_way(at, tmp_path, monkeypatch):
     save(tmp_path, 100, tensors=some(1), plain={})
     real, calls = files.write_new, []
@@ -290,8 +288,8 @@ def test_a_disk_that_gets_full_on_the_way(at, tmp_path, monkeypatch):
         return real(path, chunks, **options)
 
     monkeypatch.setattr(files, "write_new", write_new)
-    monkeypatch.setattr(checkpoint, "SHARD", 24)
-    if at == 4:  # there are two files of tensors, plain.json and the manifest
+    monkeypatch.setattr(write, "FILE_BYTES", 24)
+    if at == 5:  # there are two files of tensors, their index, plain.json and the manifest
         save(tmp_path, 200, tensors=some(2), plain={})
         return
     with pytest.raises(UserError, match=r"the disk is full .* the last good checkpoint was kept: step-00000100\."):
@@ -365,7 +363,7 @@ def test_the_newest_whole_one_is_found_and_the_rest_is_told(tmp_path):
     for step in (100, 200, 300):
         save(tmp_path, step, tensors=some(step), plain={})
     (tmp_path / "step-00000300" / "manifest.json").unlink()
-    damaged = tmp_path / "step-00000200" / "tensors-00000.safetensors"
+    damaged = tmp_path / "step-00000200" / T
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\1")
     (tmp_path / ".saving-step-00000400").mkdir()
     (tmp_path / "notes.txt").write_text("not a checkpoint")
@@ -382,6 +380,9 @@ def test_the_newest_whole_one_is_found_and_the_rest_is_told(tmp_path):
 # Hostile checkpoints --------------------------------------------------------------------------------------------------
 
 
+T, INDEX = "rank-00000-00000.safetensors", "rank-00000.json"
+
+
 def shard(header: object, data: bytes = b"", length: int | None = None) -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return (len(text) if length is None else length).to_bytes(8, "little") + text + data
@@ -391,13 +392,12 @@ def entry(dtype: object = "F32", shape: object = (2,), offsets: object = (0, 8),
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets, **more}
 
 
-GOOD = shard({"a": entry()}, bytes(8))
-T = "tensors-00000.safetensors"
+GOOD = shard({"a@0": entry()}, bytes(8))
 PICKLE = b"cos\nsystem\n(S'touch %s'\ntR."
 
 # Files whose manifest is right: sizes and hashes do not help against these.
 FORGED = {
-    "header longer than the file": {T: shard({"a": entry()}, bytes(8), length=1 << 40)},
+    "header longer than the file": {T: shard({"a@0": entry()}, bytes(8), length=1 << 40)},
     "header of 2^64": {T: b"\xff" * 16},
     "empty file": {T: b""},
     "seven bytes": {T: b"\0" * 7},
@@ -406,38 +406,45 @@ FORGED = {
     "list": {T: shard([])},
     "a pickle": {T: PICKLE},
     "key twice": {
-        T: shard(b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}')
+        T: shard(
+            b'{"a@0":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a@0":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'
+        )
     },
-    "entry is a number": {T: shard({"a": 1})},
-    "entry without shape": {T: shard({"a": {"dtype": "F32", "data_offsets": [0, 8]}}, bytes(8))},
-    "entry with more": {T: shard({"a": entry(code="import os")}, bytes(8))},
-    "unknown type": {T: shard({"a": entry("F128")}, bytes(8))},
-    "type is a list": {T: shard({"a": entry(["F32"])}, bytes(8))},
-    "type is wider": {T: shard({"a": entry("F64")}, bytes(8))},
-    "shape is larger": {T: shard({"a": entry(shape=[3])}, bytes(8))},
-    "shape is smaller": {T: shard({"a": entry(shape=[1])}, bytes(8))},
-    "shape is negative": {T: shard({"a": entry(shape=[-2])}, bytes(8))},
-    "shape is a fraction": {T: shard({"a": entry(shape=[2.0])}, bytes(8))},
-    "shape is true": {T: shard({"a": entry(shape=[2, True])}, bytes(8))},
-    "shape is text": {T: shard({"a": entry(shape="2")}, bytes(8))},
-    "shape overflows": {T: shard({"a": entry(shape=[1 << 32, 1 << 32, 0], offsets=[0, 0])})},
-    "shape is huge": {T: shard({"a": entry(shape=[10**30], offsets=[0, 4 * 10**30])}, bytes(8))},
-    "many dimensions": {T: shard({"a": entry(shape=[1] * 100 + [2])}, bytes(8))},
-    "range beyond the end": {T: shard({"a": entry(shape=[4], offsets=[0, 16])}, bytes(8))},
-    "range backwards": {T: shard({"a": entry(offsets=[8, 0])}, bytes(8))},
-    "range of three": {T: shard({"a": entry(offsets=[0, 4, 8])}, bytes(8))},
-    "ranges overlap": {T: shard({"a": entry(), "b": entry()}, bytes(8))},
-    "hole between ranges": {T: shard({"a": entry(), "b": entry(offsets=[12, 20])}, bytes(20))},
-    "bytes after the end": {T: shard({"a": entry()}, bytes(9))},
+    "entry is a number": {T: shard({"a@0": 1})},
+    "entry without shape": {T: shard({"a@0": {"dtype": "F32", "data_offsets": [0, 8]}}, bytes(8))},
+    "unknown type": {T: shard({"a@0": entry("F128")}, bytes(8))},
+    "type is a list": {T: shard({"a@0": entry(["F32"])}, bytes(8))},
+    "type is wider": {T: shard({"a@0": entry("F64")}, bytes(8))},
+    "shape is larger": {T: shard({"a@0": entry(shape=[3])}, bytes(8))},
+    "shape is smaller": {T: shard({"a@0": entry(shape=[1])}, bytes(8))},
+    "shape is negative": {T: shard({"a@0": entry(shape=[-2])}, bytes(8))},
+    "shape is a fraction": {T: shard({"a@0": entry(shape=[2.0])}, bytes(8))},
+    "shape is true": {T: shard({"a@0": entry(shape=[2, True])}, bytes(8))},
+    "shape is text": {T: shard({"a@0": entry(shape="2")}, bytes(8))},
+    "shape overflows": {T: shard({"a@0": entry(shape=[1 << 32, 1 << 32, 0], offsets=[0, 0])})},
+    "shape is huge": {T: shard({"a@0": entry(shape=[10**30], offsets=[0, 4 * 10**30])}, bytes(8))},
+    "many dimensions": {T: shard({"a@0": entry(shape=[1] * 100 + [2])}, bytes(8))},
+    "range beyond the end": {T: shard({"a@0": entry(shape=[4], offsets=[0, 16])}, bytes(8))},
+    "range backwards": {T: shard({"a@0": entry(offsets=[8, 0])}, bytes(8))},
+    "range of three": {T: shard({"a@0": entry(offsets=[0, 4, 8])}, bytes(8))},
+    "ranges overlap": {T: shard({"a@0": entry(), "b@0": entry()}, bytes(8))},
+    "hole between ranges": {T: shard({"a@0": entry(), "b@0": entry(offsets=[12, 20])}, bytes(20))},
+    "bytes after the end": {T: shard({"a@0": entry()}, bytes(9))},
     "path as a name": {T: shard({"../../etc/passwd": entry()}, bytes(8))},
     "script as a name": {T: shard({"<script>alert(1)</script>": entry()}, bytes(8))},
     "empty name": {T: shard({"": entry()}, bytes(8))},
     "line in a name": {T: shard({"a\nb": entry()}, bytes(8))},
     "metadata is a number": {T: shard({"__metadata__": 1})},
     "metadata of objects": {T: shard({"__metadata__": {"a": {}}})},
-    "booleans of 2": {T: shard({"a": entry("BOOL", [1], [0, 1])}, b"\2")},
+    "booleans of 2": {T: shard({"a@0": entry("BOOL", [1], [0, 1])}, b"\2")},
     "deep header": {T: shard(b'{"a":' * 5000 + b"1" + b"}" * 5000)},
-    "the same tensor in two files": {T: GOOD, "tensors-00001.safetensors": GOOD},
+    "a file without an index": {"rank-00000-00001.safetensors": GOOD},
+    "an index without a file": {T: None},
+    "another tensor": {T: shard({"b@0": entry()}, bytes(8))},
+    "one tensor more": {T: shard({"a@0": entry(), "b@0": entry(offsets=[8, 16])}, bytes(16))},
+    "no index": {INDEX: None},
+    "index is a list": {INDEX: b"[]"},
+    "index is a pickle": {INDEX: PICKLE},
     "plain is a list": {"plain.json": b"[]"},
     "plain is empty": {"plain.json": b""},
     "plain is NaN": {"plain.json": b'{"a": NaN}'},
@@ -460,7 +467,16 @@ FORGED = {
 def forge(path: Path, contents: dict[str, bytes | None]) -> Path:
     """A checkpoint of these files, with a manifest in which everything is right."""
     path.mkdir()
-    contents = {name: data for name, data in ({T: GOOD, "plain.json": b"{}"} | contents).items() if data is not None}
+    tensor_file = contents.get(T) or GOOD
+    shape, dtype = ([1], "BOOL") if tensor_file.endswith(b"\2") else ([2], "F32")
+    chunks = [hashlib.sha256(tensor_file).hexdigest()] if tensor_file else []
+    index = {
+        "chunk": format.CHUNK,
+        "files": [{"name": T, "chunks": chunks if contents.get(T) != b"" else []}],
+        "tensors": {"a": {"dtype": dtype, "shape": shape, "pieces": [[0, [0], shape]]}},
+    }
+    own = {T: GOOD, INDEX: json.dumps(index).encode(), "plain.json": b"{}"}
+    contents = {name: data for name, data in (own | contents).items() if data is not None}
     for name, data in contents.items():
         if "/" not in name:
             (path / name).write_bytes(data)
@@ -496,14 +512,15 @@ MANIFESTS = {
     "another format": b'{"format": "x"}',
     "no version": b'{"format": "dither checkpoint"}',
     "version true": b'{"format": "dither checkpoint", "version": true}',
-    "a later version": b'{"format": "dither checkpoint", "version": 2}',
-    "no step": b'{"format": "dither checkpoint", "version": 1, "files": {}}',
-    "negative step": b'{"format": "dither checkpoint", "version": 1, "step": -1, "files": {}}',
-    "files a list": b'{"format": "dither checkpoint", "version": 1, "step": 1, "files": []}',
-    "file a number": b'{"format": "dither checkpoint", "version": 1, "step": 1, "files": {"plain.json": 1}}',
-    "size a text": b'{"format":"dither checkpoint","version":1,"step":1,"files":{"plain.json":{"bytes":"2","sha256":""}}}',
-    "no hash": b'{"format": "dither checkpoint", "version": 1, "step": 1, "files": {"plain.json": {"bytes": 2}}}',
-    "no plain": b'{"format": "dither checkpoint", "version": 1, "step": 1, "files": {}}',
+    "an earlier version": b'{"format": "dither checkpoint", "version": 2, "step": 1, "files": {}}',
+    "a later version": b'{"format": "dither checkpoint", "version": 4, "step": 1, "files": {}}',
+    "no step": b'{"format": "dither checkpoint", "version": 3, "files": {}}',
+    "negative step": b'{"format": "dither checkpoint", "version": 3, "step": -1, "files": {}}',
+    "files a list": b'{"format": "dither checkpoint", "version": 3, "step": 1, "files": []}',
+    "file a number": b'{"format": "dither checkpoint", "version": 3, "step": 1, "files": {"plain.json": 1}}',
+    "size a text": b'{"format":"dither checkpoint","version":3,"step":1,"files":{"plain.json":{"bytes":"2","sha256":""}}}',
+    "no hash": b'{"format": "dither checkpoint", "version": 3, "step": 1, "files": {"plain.json": {"bytes": 2}}}',
+    "no plain": b'{"format": "dither checkpoint", "version": 3, "step": 1, "files": {}}',
 }
 
 
@@ -611,9 +628,9 @@ def test_nothing_is_removed_where_nothing_is_whole(tmp_path):
 def test_a_saver_saves_what_was_there_one_at_a_time(tmp_path, monkeypatch):
     tensors = some(0.0, 1000)
     plain = {"value": 0}
-    real, begin, running, at_once = checkpoint._write, threading.Event(), [], []
+    real, begin, running, at_once = write._write, threading.Event(), [], []
 
-    def write(*arguments):
+    def slow_write(*arguments):
         assert begin.wait(60)
         running.append(threading.current_thread().name)
         at_once.append(len(running))
@@ -621,7 +638,7 @@ def test_a_saver_saves_what_was_there_one_at_a_time(tmp_path, monkeypatch):
         running.pop()
         return path
 
-    monkeypatch.setattr(checkpoint, "_write", write)
+    monkeypatch.setattr(write, "_write", slow_write)
     with Saver(tmp_path, last=2) as saver:
         saver.prepare(tensors)  # which locks memory for those on a GPU, and changes nothing
         saver.save(0, tensors=tensors, plain=plain)
@@ -722,7 +739,7 @@ def fingerprint(model, optimizer, scaler) -> str:
     tensors, plain = pack(model, optimizer, step=0, scaler=scaler)
     found = hashlib.sha256(json.dumps(plain).encode())
     for name in sorted(tensors):
-        found.update(name.encode() + tensorfile.as_bytes(tensors[name]))
+        found.update(name.encode() + format.as_bytes(tensors[name]))
     return found.hexdigest()
 
 
@@ -753,7 +770,7 @@ def test_bitwidths_that_rest_come_back(tmp_path):
     learned = {name: p.detach().clone() for name, p in model.named_parameters() if "bitwidth" in name}
     assert all(bool((p != 1).any()) for p in learned.values())
     off = dither.Plan(default=dither.LayerPrecision())
-    dither.apply_plan(model, off)
+    dither.Conversion.of(model).switch(off)
     tensors, plain = pack(model, optimizer, step=2, plan=off)
     path = save(tmp_path, 2, tensors=tensors, plain=plain)
 
@@ -761,11 +778,14 @@ def test_bitwidths_that_rest_come_back(tmp_path):
     tensors, plain = load(path)
     with pytest.raises(UserError, match="bring it to the saved plan"):
         unpack(model, optimizer, tensors, plain)
-    dither.apply_plan(model, plan_of(plain))
+    dither.Conversion.of(model).switch(plan_of(plain))
     unpack(model, optimizer, tensors, plain)
-    dither.apply_plan(model, plan)
+    dither.Conversion.of(model).switch(plan)
     for name, p in learned.items():
         assert same(dict(model.named_parameters())[name].detach(), p)
+
+
+NORM = "model.norm.weight"
 
 
 def without(given: dict, key: str) -> dict:
@@ -793,8 +813,11 @@ def without(given: dict, key: str) -> dict:
         (lambda t, p: (t, p | {"optimizer": {"groups": [], "numbers": {}}}), "0 parameter groups"),
         (lambda t, p: (t, p | {"optimizer": {"groups": [1, 2, 3], "numbers": {}}}), "does not hold the parameters"),
         (lambda t, p: (t, p | {"optimizer": p["optimizer"] | {"numbers": {"99": {"x": 1}}}}), "parameter '99'"),
-        (lambda t, p: (t, p | {"optimizer": p["optimizer"] | {"numbers": {"0": {"x": 1}}}}), "this optimizer keeps"),
-        (lambda t, p: (t, p | {"optimizer": p["optimizer"] | {"numbers": {"0": 1}}}), "this optimizer keeps"),
+        (
+            lambda t, p: (t, p | {"optimizer": p["optimizer"] | {"numbers": {NORM: {"x": 1}}}}),
+            "this optimizer keeps",
+        ),
+        (lambda t, p: (t, p | {"optimizer": p["optimizer"] | {"numbers": {NORM: 1}}}), "this optimizer keeps"),
         (
             lambda t, p: (t, p | {"optimizer": {"numbers": {}, "groups": [g | {"lr": "x"} for g in p["optimizer"]["groups"]]}}),
             "lr='x'",
@@ -833,9 +856,12 @@ def without(given: dict, key: str) -> dict:
         (lambda t, p: (t | {"resting:": torch.ones(1)}, p), "does not have"),
         (lambda t, p: (t | {"optimizer:0": torch.ones(1)}, p), "parameter '0'"),
         (lambda t, p: (t | {"optimizer:x:exp_avg": torch.ones(1)}, p), "parameter 'x'"),
-        (lambda t, p: (t | {"optimizer:0:exp_avg": torch.ones(1)}, p), "this optimizer keeps"),
-        (lambda t, p: (t | {"optimizer:0:evil": torch.ones(1)}, p), "this optimizer keeps"),
-        (lambda t, p: (t | {"optimizer:0:step": t["optimizer:0:step"].reshape(1)}, p), r"as \(1,\), and it is one number"),
+        (lambda t, p: (t | {f"optimizer:{NORM}:exp_avg": torch.ones(1)}, p), "this optimizer keeps"),
+        (lambda t, p: (t | {f"optimizer:{NORM}:evil": torch.ones(1)}, p), "this optimizer keeps"),
+        (
+            lambda t, p: (t | {f"optimizer:{NORM}:step": t[f"optimizer:{NORM}:step"].reshape(1)}, p),
+            r"as \(1,\), and it is one number",
+        ),
         (lambda t, p: (t | {"rng:cpu": torch.ones(3)}, p), "state of the generator 'cpu'"),
     ],
 )

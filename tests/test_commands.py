@@ -9,8 +9,7 @@ import pytest
 import torch
 from runs import said, trained_run, write_words
 
-from dither import UserError, cli
-from dither.checkpoint import write
+from dither import UserError, checkpoint, cli
 from dither.data import open_tokens, train_bpe
 from dither.evaluate import perplexity
 from dither.models import build, preset, save_pretrained
@@ -188,7 +187,7 @@ def test_mistakes_in_eval_are_sentences(run, capsys, arguments, words):
 
 
 def test_a_checkpoint_of_something_else_is_refused(tmp_path, capsys):
-    write.save(tmp_path, 1, tensors={"weight": torch.ones(2)}, plain={"others": {"config": 3}})
+    checkpoint.save(tmp_path, 1, tensors={"weight": torch.ones(2)}, plain={"others": {"config": 3}})
     assert "was not made by `dither train`" in said(capsys, "eval", tmp_path / "step-00000001", code=2)
 
 

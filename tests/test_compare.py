@@ -1,7 +1,6 @@
 """`dither compare`: arms with settings of their own, sweeps, seeds, runs in parallel, and what the numbers say."""
 
 import html
-import importlib.util
 import json
 import math
 import os
@@ -367,36 +366,6 @@ def test_a_sweep_in_parallel(text, tmp_path, capsys):
     assert (out / "sweep.svg").read_text().startswith("<?xml")
     alone = configs.override(configs.load(out / "bf16-sr@optim.lr=0.001" / "config.toml"), [f"run.out={tmp_path / 'alone'}"])
     assert train(alone).loss == losses[0]
-
-
-@pytest.mark.exhaustive
-def test_the_script_for_machines_without_the_command_line(text, tmp_path, capsys, monkeypatch):
-    """benchmarks/sweep.py trains what `dither compare` would, stops in time, goes on, and draws from its numbers."""
-    spec = importlib.util.spec_from_file_location("sweep", ROOT / "benchmarks" / "sweep.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    base = tmp_path / "base.toml"
-    base.write_text((ROOT / "benchmarks" / "sweep-34m.toml").read_text())
-    small = [*SMALL, f'data.sources=["{text}"]', "model.preset=tiny", f"run.out={tmp_path / 'runs'}"]
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["sweep.py", *map(str, arguments)])
-        code = script.main()
-        return code, capsys.readouterr().out
-
-    given = ("o1@lr=1e-3", "--base", base, "--sweep", "eps=1e-8,1e-6", "--to", tmp_path / "results", "--set", *small)
-    code, told = call(*given, "--seeds", "2", "--minutes", "0")
-    assert code == 143
-    assert "The time is up: unfinished runs are saved." in told
-    assert "No seed has all its runs yet" in told
-    code, told = call(*given)
-    assert code == 0
-    assert "o1@lr=1e-3: lowest held-out loss" in told
-    code, told = call("--draw", tmp_path / "results" / "comparison.json", "--to", tmp_path / "drawn")
-    assert code == 0
-    for name in ("comparison.json", "sweep.svg"):
-        assert (tmp_path / "drawn" / name).read_text() == (tmp_path / "results" / name).read_text()
-    assert not (tmp_path / "drawn" / "report.html").exists()
 
 
 def test_comparing_needs_nothing_of_the_command_line():

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from dither import UserError
-from dither.nn import Linear, apply_plan, convert, step_context
+from dither.nn import Conversion, Linear, convert, step_context
 from dither.ops import backend
 from dither.spec import PRODUCTS, LayerPrecision, Plan
 from dither.spec.engines import Verified
@@ -284,7 +284,7 @@ def test_a_rule_or_only_reaches_the_output_layer(model):
 
 
 def test_skip_and_rules_without_precision(model):
-    plan = Plan((("*.down", None), ("re:.*0.*", FP4)), FP8)
+    plan = Plan((("*.down", None), ("*0*", FP4)), FP8)
     record = convert(model, plan, skip="blocks.1.up")
     assert names(record) == ["blocks.0.up"]
     assert record.layers[0].precision == FP4
@@ -366,10 +366,8 @@ def test_the_record_has_every_layer_with_its_share(model):
     assert record.plan == recipe("fp8-block")
 
 
-def test_the_record_is_frozen_and_goes_to_json(model):
+def test_the_record_goes_to_json(model):
     record = convert(model, "fp8-block")
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        record.plan = None
     data = json.loads(json.dumps(record.to_dict()))
     assert data["plan"] == recipe("fp8-block").to_dict()
     assert data["layers"][1] == {
@@ -414,12 +412,13 @@ def test_apply_switches_layers_and_leaves_weights(model):
     convert(model, "fp8-block")
     before = {name: (id(parameter), parameter._version) for name, parameter in model.named_parameters()}
     fp8 = model(IDS)
-    record = apply_plan(model, Plan((("*.up", FP4), ("blocks.1.down", None)), FP8))
+    record = Conversion.of(model)
+    record.switch(Plan((("*.up", FP4), ("blocks.1.down", None)), FP8))
     assert [layer.precision for layer in record.layers] == [FP4, FP8, FP4, LayerPrecision()]
     assert [model.get_submodule(name).precision for name in LAYERS] == [FP4, FP8, FP4, LayerPrecision()]
     assert reasons(record)["head"] == "it was not converted"
     assert not torch.equal(model(IDS), fp8)
-    apply_plan(model, "fp8-block")
+    Conversion.of(model).switch("fp8-block")
     assert torch.equal(model(IDS), fp8)
     assert {name: (id(parameter), parameter._version) for name, parameter in model.named_parameters()} == before
 
@@ -430,21 +429,21 @@ def test_apply_keeps_the_histories_of_layers_that_do_not_change(model):
         model(IDS).sum().backward()
     seen = model.blocks[0].up.weight_history[0].clone()
     assert seen > 0
-    apply_plan(model, dataclasses.replace(recipe("fp8-delayed"), layers=(("*.down", FP8),)))
+    Conversion.of(model).switch(dataclasses.replace(recipe("fp8-delayed"), layers=(("*.down", FP8),)))
     assert model.blocks[0].up.weight_history[0] == seen
     assert model.blocks[0].down.weight_history is None
 
 
 def test_apply_refuses_what_it_cannot_do(model):
     with pytest.raises(UserError, match=r"Model has no converted layer: dither.convert\(model, plan\) comes first"):
-        apply_plan(model, "fp8-block")
+        Conversion.of(model).switch("fp8-block")
     convert(model, "fp8-block")
     with pytest.raises(UserError, match=r"rule 'head' matches no converted layer: there are blocks\.\*\.up, blocks\.\*\.down"):
-        apply_plan(model, Plan((("head", FP8),)))
+        Conversion.of(model).switch(Plan((("head", FP8),)))
     with pytest.raises(UserError, match=r"the plan has bf16 parameters, and 'embed.weight' is torch.float32"):
-        apply_plan(model, "bf16-pure")
+        Conversion.of(model).switch("bf16-pure")
     assert model.blocks[0].up.precision == FP8
-    apply_plan(model, "bf16")  # whose parameters these are
+    Conversion.of(model).switch("bf16")  # whose parameters these are
 
 
 # What is refused ------------------------------------------------------------------------------------------------------
@@ -474,7 +473,7 @@ def test_plans_that_do_not_fit_are_errors(model, arguments, said):
         ({"skip": ["*.up", "blocks.0"]}, "skip= 'blocks.0' matches no linear layer (did you mean 'blocks.0.*'?)"),
         ({"only": "norm"}, "only= 'norm' matches no linear layer: there are"),
         ({"only": [3]}, "only= takes patterns of layer names, such as '*.down_proj', not 3"),
-        ({"skip": "re:("}, "'re:(' is not a regular expression"),
+        ({"skip": "re:("}, "'re:(' is a regular expression"),
         ({"fallback": "fp32"}, "fallback is 'error', 'bf16' or 'emulate', not 'fp32'"),
         ({"skip": "*"}, "Model has no layer to convert: 'blocks.0.up': skip='*'; "),
         ({"seed": -1}, "seed"),
@@ -497,7 +496,7 @@ def test_models_that_cannot_be_converted(model):
         convert(nn.Sequential(nn.ReLU()), "fp8-block")
     convert(model, "fp8-block")
     with pytest.raises(
-        UserError, match=r"Model is converted already: 'blocks.0.up' is a dither layer; .* dither.apply_plan\(model, plan\)"
+        UserError, match=r"Model is converted already: 'blocks.0.up' is a dither layer; .* conversion.switch\(plan\)"
     ):
         convert(model, "fp8-block")
 
@@ -567,7 +566,9 @@ def test_what_the_gpu_cannot_take(model, gpu, capability):
         assert (layer.note != "") == (layer.name in wrong) == (layer.engines == ("fp32",) * 3)
         assert layer.precision == plan.for_layer(layer.name)
     assert "multiplies in float32: blocks.*.up (2): " in str(record)
-    apply_plan(emulated, Plan(default=LayerPrecision.of("mxfp8", "mxfp8", "mxfp8")) if capability >= (7, 0) else Plan())
+    Conversion.of(emulated).switch(
+        Plan(default=LayerPrecision.of("mxfp8", "mxfp8", "mxfp8")) if capability >= (7, 0) else Plan()
+    )
     assert not any(module.choice.emulates for module in emulated.modules() if isinstance(module, Linear))
 
     record = convert(model, plan, fallback="bf16")
@@ -578,11 +579,12 @@ def test_what_the_gpu_cannot_take(model, gpu, capability):
         assert model.get_submodule(layer.name).precision == layer.precision
     assert said in record.layers[0].note
     assert "runs uncast: blocks.*.up (2): " in str(record)
-    assert any(layer.note for layer in apply_plan(model, plan).layers)  # as at conversion
+    record.switch(plan)
+    assert any(layer.note for layer in record.layers)  # as at conversion
     with pytest.raises(UserError, match=said):
-        apply_plan(model, plan, fallback="error")
+        Conversion.of(model).switch(plan, fallback="error")
     with pytest.raises(UserError, match="fallback is 'error', 'bf16' or 'emulate', not 'fp8'"):
-        apply_plan(model, plan, fallback="fp8")
+        Conversion.of(model).switch(plan, fallback="fp8")
 
 
 def test_emulation_needs_no_units(model, gpu):

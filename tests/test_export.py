@@ -13,8 +13,7 @@ from lazily import Lazy
 from runs import said, trained_run, write_words
 
 import dither
-from dither import Plan, UserError
-from dither.checkpoint import write
+from dither import Plan, UserError, checkpoint
 from dither.data import BYTES, Tokenizer, train_bpe
 from dither.exporting import FORMATS
 from dither.exporting.formats import format_of
@@ -688,10 +687,10 @@ def test_mistakes_of_export_are_one_sentence(run, sampled, tmp_path, capsys):
 
 
 def test_a_checkpoint_with_nan_is_refused(run, tmp_path, capsys):
-    tensors, plain = write.load(max((run / "checkpoints").iterdir()))
+    tensors, plain = checkpoint.load(max((run / "checkpoints").iterdir()))
     name = next(name for name in tensors if name.endswith("down_proj.weight") and name.startswith("model:"))
     tensors[name][0, 0] = float("nan")
-    path = write.save(tmp_path / "saved", 2, tensors=tensors, plain=plain)
+    path = checkpoint.save(tmp_path / "saved", 2, tensors=tensors, plain=plain)
     assert "has NaN or Inf: export an earlier checkpoint" in said(capsys, "export", path, "-o", tmp_path / "out", code=2)
     assert not (tmp_path / "out").exists()
 

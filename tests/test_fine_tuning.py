@@ -9,8 +9,7 @@ from lazily import Lazy
 from torch import nn
 
 import dither
-from dither import cli
-from dither.checkpoint import write
+from dither import checkpoint, cli
 from dither.data import train_bpe
 from dither.errors import UserError
 from dither.models import build, load_pretrained
@@ -129,7 +128,7 @@ def test_changes_that_codes_cannot_follow_are_refused():
         with pytest.raises(UserError, match="exists only as codes, so a change of it would be lost"):
             change(frozen[0].weight)
     with pytest.raises(UserError, match="has a frozen weight, of which only codes are left"):
-        dither.apply_plan(frozen, "mxfp8")
+        dither.Conversion.of(frozen).switch("mxfp8")
     sampled = dither.Plan(default=dither.LayerPrecision(weight=dither.Cast.parse("e4m3"), sampling=dither.Sampling()))
     for plan, why in (("fp8-delayed", "magnitudes of earlier steps"), (sampled, "samples its weight")):
         model = nn.Sequential(nn.Linear(64, 64)).requires_grad_(False)
@@ -187,7 +186,7 @@ ADAPTERS = [*COMMON, "precision.recipe=fp8-block", "lora.rank=4", "optim.lr=1e-2
 def test_a_run_with_adapters_saves_only_them_and_says_where_the_base_is(straight, folder):
     origin = json.loads((straight / "origin.json").read_text())
     assert (origin["kind"], origin["path"], len(origin["sha256"])) == ("folder", str(folder), 64)
-    tensors, plain = write.load(straight / "checkpoints" / "step-00000004")
+    tensors, plain = checkpoint.load(straight / "checkpoints" / "step-00000004")
     names = [name for name in tensors if name.startswith("model:")]
     assert len(names) == 14
     assert all(".lora_" in name for name in names)
@@ -214,7 +213,7 @@ def test_a_resumed_run_with_adapters_is_the_straight_one(straight, folder, chats
     shutil.copytree(straight, out)
     shutil.rmtree(out / "checkpoints" / "step-00000004")
     assert train("--resume", out) == 0
-    ours, theirs = (write.load(run / "checkpoints" / "step-00000004")[0] for run in (out, straight))
+    ours, theirs = (checkpoint.load(run / "checkpoints" / "step-00000004")[0] for run in (out, straight))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -275,7 +274,7 @@ def test_the_merged_model_is_the_adapted_one_when_inputs_are_not_cast(preset):
 def test_adapters_train_in_bf16_with_stochastic_rounding(folder, chats, tmp_path):
     out = tmp_path / "run"
     assert train(*ADAPTERS, "precision.mode=bf16-sr", "run.steps=2", "--from", folder, "--data", chats, "--out", out) == 0
-    tensors, _ = write.load(out / "checkpoints" / "step-00000002")
+    tensors, _ = checkpoint.load(out / "checkpoints" / "step-00000002")
     assert {tensor.dtype for name, tensor in tensors.items() if name.startswith("model:")} == {torch.bfloat16}
 
 
@@ -325,7 +324,7 @@ def test_an_exported_folder_is_a_start_too_also_in_few_bits(tuned, chats, tmp_pa
         out = tmp_path / f"run-{name}"
         words = [*COMMON, "run.steps=1", "run.eval_every=0", "--from", tmp_path / name, "--data", chats, "--out", out]
         assert train(*words) == 0
-        saved = write.load(out / "checkpoints" / "step-00000001")[0]
+        saved = checkpoint.load(out / "checkpoints" / "step-00000001")[0]
         assert saved["model:hf.model.layers.0.mlp.up_proj.weight"].shape == (64, 32)
     first, second = (logged(tmp_path / f"run-{name}")[1] for name in ("bf16", "fp8-dynamic"))
     assert first == pytest.approx(second, abs=0.05)

@@ -13,13 +13,12 @@ from torch.nn.utils import clip_grad_norm_
 
 import dither
 from dither import Sampling, UserError
-from dither.checkpoint.state import pack, unpack
 from dither.models import GPT2, GPT2Config
 from dither.nn.norms import cast_parameters
 from dither.optim import GRADIENTS, MODES, AdamW, LossScaler, LossScaling, NonFiniteError, Role, release_gradients, training
 from dither.optim.released import unit_of
 from dither.optim.training import parameter_dtype
-from dither.snip import Goal, Snip
+from dither.snip import Snip, SnipSettings
 from dither.tools.arms import precision_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-sr": torch.bfloat16}
@@ -94,29 +93,6 @@ def test_a_wide_norm_is_a_float32_norm() -> None:
     assert norm.weight.dtype == torch.bfloat16
     assert not norm._forward_hooks
     assert not norm._forward_pre_hooks
-
-
-def test_a_checkpoint_of_the_earlier_o2_takes_the_masters_of_its_norms() -> None:
-    """It kept norms in bfloat16, of which the optimizer had float32 masters."""
-    early = normed()
-    for parameter in early.parameters():
-        parameter.data = parameter.data.bfloat16()
-    early[1] = nn.Identity()  # batch norms did not run
-    optimizer = AdamW(early.named_parameters(), 1e-2, (0.9, 0.95), weights="nearest", states="fp32", master="fp32")
-    early(torch.randn(4, 8).bfloat16()).float().sum().backward()
-    optimizer.step()
-    tensors, plain = pack(early, optimizer, step=1)
-    model = normed()
-    model[1] = nn.Identity()
-    now = training(model, "o2", lr=1e-2)
-    assert unpack(model, now.optimizer, tensors, plain).step == 1
-    for name, parameter in model.named_parameters():
-        theirs = dict(early.named_parameters())[name]
-        if name.startswith("3."):
-            assert torch.equal(parameter, optimizer.state[theirs]["master"])
-            assert not torch.equal(parameter, theirs.float())  # the master knows more
-        else:
-            assert torch.equal(parameter, theirs)
 
 
 # Every mode -----------------------------------------------------------------------------------------------------------
@@ -603,7 +579,7 @@ def test_what_cannot_go_together() -> None:
     with pytest.raises(UserError, match="already releases gradients"):
         release_gradients(model, optimizer)
     with pytest.raises(UserError, match="SNIP's estimates are backward passes that must change no weight"):
-        Snip(model, optimizer, "fp8-block", goal=Goal(target=0.5))
+        Snip(dither.Conversion.of(model), optimizer, SnipSettings(target=0.5))
     model(tokens(0), True).backward()
     with pytest.raises(UserError, match=r"A second backward pass came before optimizer.step\(\)"):
         model(tokens(0), True).backward()

@@ -7,8 +7,8 @@ import torch
 from lazily import Lazy
 
 from dither import Cast, UserError, fake_quantize
-from dither.nn import apply_plan, convert, step_context
-from dither.nn.deployment import deploy
+from dither.evaluate.deploy import deploy
+from dither.nn import Conversion, convert, step_context
 from dither.spec import LayerPrecision, Plan
 
 transformers = Lazy("transformers")
@@ -176,9 +176,9 @@ def test_experts_switch_and_only_where_they_were_converted():
     assert torch.equal(other(IDS).logits, uncast)
     with pytest.raises(UserError, match="converted already"):
         convert(model, "fp8-block")
-    apply_plan(model, "bf16")
+    Conversion.of(model).switch("bf16")
     assert torch.equal(model(IDS).logits, uncast)
-    apply_plan(model, "fp8-block")
+    Conversion.of(model).switch("fp8-block")
     assert torch.equal(model(IDS).logits, cast)
 
 

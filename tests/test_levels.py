@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import dither
 from dither.errors import UserError
-from dither.nn import apply_plan, convert, prepare_plans, step_context
+from dither.nn import Conversion, convert, step_context
 from dither.ops.reference import rounding
 from dither.spec import Cast, LayerPrecision, Plan, levels
 from dither.spec.formats import Format
@@ -134,10 +134,10 @@ def gradients(model: nn.Module, step: int) -> list[Tensor]:
 
 def test_changing_levels_gives_the_bits_of_a_model_converted_so() -> None:
     model = model_of("fp8-block")
-    prepare_plans(model, [plan_of(choice, NAMES) for choice in CHOICES])
+    Conversion.of(model).prepare([plan_of(choice, NAMES) for choice in CHOICES])
     where = {name: model.get_submodule(name).levels.data_ptr() for name in NAMES}
     for step, choice in enumerate((*CHOICES, CHOICES[1])):
-        apply_plan(model, plan_of(choice, NAMES))
+        Conversion.of(model).switch(plan_of(choice, NAMES))
         fresh = model_of(plan_of(choice, NAMES))
         for mine, other in zip(gradients(model, step), gradients(fresh, step), strict=True):
             assert torch.equal(mine, other)
@@ -147,7 +147,7 @@ def test_changing_levels_gives_the_bits_of_a_model_converted_so() -> None:
 def test_a_new_cast_prepares_all_layers_alike() -> None:
     model = model_of("fp8-block")
     assert all(model.get_submodule(name).levels is None for name in NAMES)
-    apply_plan(model, plan_of(CHOICES[1], NAMES))
+    Conversion.of(model).switch(plan_of(CHOICES[1], NAMES))
     assert len({model.get_submodule(name).program.settings for name in NAMES}) == 1
 
 
@@ -157,7 +157,7 @@ def test_plans_change_without_compiling_again() -> None:
 
     torch._dynamo.reset()
     model = model_of("fp8-block")
-    prepare_plans(model, [plan_of(choice, NAMES) for choice in CHOICES])
+    Conversion.of(model).prepare([plan_of(choice, NAMES) for choice in CHOICES])
     for block in model:
         block.compile(fullgraph=True, backend="aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -165,7 +165,7 @@ def test_plans_change_without_compiling_again() -> None:
         eager = model_of("fp8-block")
         for step, choice in enumerate((*CHOICES, CHOICES[2])):
             for each in (model, eager):
-                apply_plan(each, plan_of(choice, NAMES))
+                Conversion.of(each).switch(plan_of(choice, NAMES))
             for mine, other in zip(gradients(model, step), gradients(eager, step), strict=True):
                 torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
         assert counters["stats"]["unique_graphs"] == 1
@@ -203,7 +203,7 @@ def test_the_key_of_a_captured_graph_tells_what_moved() -> None:
     gradients(model, 0)
     key = layer.cache_key()
     gradients(model, 1)
-    apply_plan(model, plan_of(CHOICES[2], NAMES))
+    Conversion.of(model).switch(plan_of(CHOICES[2], NAMES))
     gradients(model, 2)
     assert layer.cache_key() == key  # steps and levels change numbers alone
     layer.weight.data = layer.weight.data.clone()
@@ -215,9 +215,9 @@ def test_the_key_of_a_captured_graph_tells_what_moved() -> None:
     assert layer.cache_key() != moved
 
 
-def test_prepare_plans_says_what_is_missing() -> None:
+def test_prepare_says_what_is_missing() -> None:
     with pytest.raises(UserError, match=r"dither.convert\(model, plan\) comes first"):
-        prepare_plans(nn.Linear(8, 8), ["fp8-block"])
+        Conversion.of(nn.Linear(8, 8)).prepare(["fp8-block"])
 
 
 def test_draws_reference() -> None:

@@ -97,9 +97,9 @@ def test_levels_that_change_have_the_same_bits() -> None:
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.1)
         dither.convert(model, "fp8-block", memory=options)
-        dither.prepare_plans(model, ["fp8-block", "fp4-block"])
+        dither.Conversion.of(model).prepare(["fp8-block", "fp4-block"])
         for step, plan in enumerate(("fp8-block", "fp4-block")):
-            dither.apply_plan(model, plan)
+            dither.Conversion.of(model).switch(plan)
             with dither.step_context(model, step=step):
                 model(torch.randn(1, 16, 128)).square().mean().backward()
             yield from (parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)

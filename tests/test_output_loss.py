@@ -11,8 +11,7 @@ from runs import write_words
 from torch.nn import functional
 
 import dither
-from dither import Cast, LayerPrecision, Plan, UserError, convert
-from dither.checkpoint import write
+from dither import Cast, LayerPrecision, Plan, UserError, checkpoint, convert
 from dither.models import GPT2, GPT2Config, build, preset
 from dither.models.causal import cross_entropy, output_loss
 from dither.nn import Linear, step_context
@@ -207,7 +206,7 @@ def test_a_run_with_an_output_layer_in_fp8(tmp_path):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     half = configs.override(whole, [f'run.out="{tmp_path}/half"'])
     assert loop.train(half, resume=True).code == 0
-    tensors = [write.load(write.newest(tmp_path / name / "checkpoints")[0])[0] for name in ("whole", "half")]
+    tensors = [checkpoint.load(checkpoint.newest(tmp_path / name / "checkpoints")[0])[0] for name in ("whole", "half")]
     assert [name for name in tensors[0] if not torch.equal(tensors[0][name], tensors[1][name])] == []
 
 

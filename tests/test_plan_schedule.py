@@ -17,7 +17,7 @@ from dither.models import build
 from dither.nn.compile import block_variants, compile_blocks
 from dither.ops import backend
 from dither.report import read, render
-from dither.snip import Estimator, Goal, Schedule, Snip
+from dither.snip import Snip, SnipSettings
 from dither.spec.plan import with_forward_casts
 from dither.train import Config, train, trainer
 from dither.train.plans import RunPlans
@@ -39,7 +39,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: PlanSche
     """Train, and return the steps at which a plan was applied."""
     applied = []
     for step in numbers:
-        if schedule.before_step(model, step) is not None:
+        if dither.Conversion.of(model).follow(schedule, step):
             applied.append(step)
         with dither.step_context(model, step=step):
             model(torch.randn(16, 128, generator=torch.Generator().manual_seed(step))).square().mean().backward()
@@ -130,7 +130,7 @@ def test_delayed_scaling_in_either_product():
 def test_rules_of_both_plans_count():
     """Each layer has the forward casts of the one plan and the rest of the other, whatever kinds of rules they have."""
     sampled = replace(FP4, sampling=Sampling())
-    rest = Plan(layers=(("a.up", None), ("*.up", sampled), ("re:b\\..*", FP8), ("c.[[]x]", LayerPrecision())), default=FP4)
+    rest = Plan(layers=(("a.up", None), ("*.up", sampled), ("b.*", FP8), ("c.[[]x]", LayerPrecision())), default=FP4)
     forward = Plan(layers=(("b.up", FP8), ("b.*", None), ("*.up", recipe("fp8-row").default)), default=LayerPrecision())
     joined = with_forward_casts(rest, forward)
     for name in ("a.up", "a.down", "b.up", "b.down", "c.up", "c.[x]", "c.x"):
@@ -151,7 +151,7 @@ PLANS = PlanSchedule([(0, "fp4-block"), (2, "fp8-block forward"), (4, "fp8-delay
 def begin() -> tuple[Net, torch.optim.Optimizer]:
     model = Net()
     dither.convert(model, PLANS.at(0), seed=3)
-    PLANS.prepare(model)
+    dither.Conversion.of(model).prepare(PLANS)
     return model, dither.optim.AdamW(model.named_parameters(), lr=1e-2)
 
 
@@ -173,10 +173,11 @@ def test_a_layer_that_falls_back_has_its_plan(monkeypatch):
     model = Net()
     monkeypatch.setattr(backend, "capability_of", lambda device: (8, 0))
     schedule = PlanSchedule([(0, "bf16"), (2, Plan(default=LayerPrecision.of("e4m3 tile(4)", "e4m3 tile(4)"), compute="bf16"))])
-    dither.convert(model, schedule.at(0), fallback="bf16")
-    assert schedule.before_step(model, 1) is None
-    assert schedule.before_step(model, 2).layers[0].note
-    assert schedule.before_step(model, 3) is None
+    conversion = dither.convert(model, schedule.at(0), fallback="bf16")
+    assert not conversion.follow(schedule, 1)
+    assert conversion.follow(schedule, 2)
+    assert conversion.layers[0].note
+    assert not conversion.follow(schedule, 3)
 
 
 DYNAMO = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # it looks at it
@@ -187,7 +188,7 @@ def test_a_change_within_a_matrix_unit_compiles_nothing():
     model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.ReLU()) for _ in range(2)))
     schedule = PlanSchedule([(0, "fp4-block"), (1, "fp8-block"), (2, "fp4-block forward"), (3, "bf16")])
     dither.convert(model, schedule.at(0))
-    schedule.prepare(model)
+    dither.Conversion.of(model).prepare(schedule)
     torch._dynamo.reset()
     compile_blocks(model, backend="aot_eager")
     optimizer = torch.optim.SGD(model.parameters())
@@ -196,7 +197,7 @@ def test_a_change_within_a_matrix_unit_compiles_nothing():
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert steps(model, optimizer, schedule, range(1, 3)) == [1, 2]
     assert block_variants(model) == variants
-    schedule.before_step(model, 3)
+    dither.Conversion.of(model).follow(schedule, 3)
     assert block_variants(model) != variants
 
 
@@ -210,10 +211,10 @@ def test_a_plan_that_the_gpu_cannot_run_is_refused_by_layer_before_training(monk
     before = [layer.known_precisions for layer in (model.up, model.down)]
     schedule = PlanSchedule([(0, "bf16"), (5, Plan(layers=(("down", odd),), compute="bf16"))])
     with pytest.raises(UserError, match="entry 'a plan' at step 5: The layer 'down', forward product: no matrix units"):
-        schedule.prepare(model)
+        dither.Conversion.of(model).prepare(schedule)
     assert [layer.known_precisions for layer in (model.up, model.down)] == before
     with pytest.raises(UserError, match="The layer 'up', forward product: no matrix units"):
-        Snip(model, torch.optim.SGD(model.parameters()), "bf16", options=[LayerPrecision(), odd])
+        Snip(dither.Conversion.of(model), torch.optim.SGD(model.parameters()), options=[LayerPrecision(), odd])
 
 
 def test_a_plan_for_another_model_is_refused_before_training():
@@ -221,7 +222,7 @@ def test_a_plan_for_another_model_is_refused_before_training():
     dither.convert(model, "bf16")
     schedule = PlanSchedule([(0, "bf16"), (5, Plan(layers=(("left", FP8),), compute="bf16"))])
     with pytest.raises(UserError, match="rule 'left' matches no converted layer"):
-        schedule.prepare(model)
+        dither.Conversion.of(model).prepare(schedule)
 
 
 def test_a_sampling_that_the_optimizer_does_not_know():
@@ -229,60 +230,59 @@ def test_a_sampling_that_the_optimizer_does_not_know():
     dither.convert(model, "fp8-block")
     schedule = PlanSchedule([(0, "fp8-block"), (5, recipe("fp8-block").with_sampling(Sampling()))])
     with pytest.raises(UserError, match="a sampling of the layer 'up' that the first plan does not have"):
-        schedule.prepare(model)
+        dither.Conversion.of(model).prepare(schedule)
     with pytest.raises(UserError, match="a sampling of the layer 'up'"):
-        schedule.before_step(model, 5)
+        dither.Conversion.of(model).follow(schedule, 5)
     assert model.up.bitwidth is None
 
 
 def test_orders_that_cannot_work():
     model = Net()
     for call in (
-        lambda: dither.apply_plan(model, "fp8-block"),
-        lambda: dither.prepare_plans(model, ["fp8-block"]),
-        lambda: PlanSchedule([(0, "fp8-block")]).before_step(model, 0),
+        lambda: dither.Conversion.of(model).switch("fp8-block"),
+        lambda: dither.Conversion.of(model).prepare(["fp8-block"]),
+        lambda: dither.Conversion.of(model).follow(PlanSchedule([(0, "fp8-block")]), 0),
     ):
         with pytest.raises(UserError, match=r"has no converted layer: dither.convert\(model, plan\) comes first"):
             call()
-    with pytest.raises(UserError, match="convert it first"):
-        Snip(model, torch.optim.SGD(model.parameters()), "fp8-block")
     with pytest.raises(UserError, match=r"first dither.convert\(model, plan\), then dither.compile\(model\)"):
         dither.convert(torch.compile(model), "fp8-block")
     with pytest.raises(UserError, match="compile it once"):
         dither.compile(torch.compile(model))
-    dither.convert(model, "fp8-block")
+    conversion = dither.convert(model, "fp8-block")
     with dither.step_context(model, step=0):
-        for call in (lambda: dither.apply_plan(model, "fp8-block"), lambda: dither.prepare_plans(model, ["fp4-block"])):
+        for call in (lambda: conversion.switch("fp8-block"), lambda: conversion.prepare(["fp4-block"])):
             with pytest.raises(UserError, match="'up' is inside a step_context, and plans change between steps"):
                 call()
     # What torch.compile returned has the layers under other names: plans still find them.
-    dither.apply_plan(torch.compile(model), Plan(layers=(("up", FP4),), default=FP8))
+    dither.Conversion.of(torch.compile(model)).switch(Plan(layers=(("up", FP4),), default=FP8))
     assert (model.up.precision, model.down.precision) == (FP4, FP8)
 
 
 # SNIP on top -----------------------------------------------------------------------------------------------------------
 
 
-def snip_of(model: nn.Module, optimizer: torch.optim.Optimizer, base: Plan) -> Snip:
-    settings = {"goal": Goal(target=0.5), "schedule": Schedule(start=1, every=100, delay=1)}
-    loss = lambda model, x: model(x).square().mean()  # noqa: E731
-    return Snip(model, optimizer, base, **settings, estimator=Estimator(probe="direct"), forward=loss)
+def snip_of(conversion: dither.Conversion, optimizer: torch.optim.Optimizer) -> Snip:
+    settings = SnipSettings(target=0.5, start=1, every=100, delay=1, probe="direct")
+    return Snip(conversion, optimizer, settings, forward=lambda model, x: model(x).square().mean())
 
 
 def test_snip_chooses_anew_on_another_base_and_rests_on_one_without_casts():
     schedule = PlanSchedule([(0, "fp8-block"), (4, recipe("fp4-block").with_sampling(None)), (7, "bf16")])
     model = Net()
-    dither.convert(model, schedule.at(0))
+    conversion = dither.convert(model, schedule.at(0))
     optimizer = dither.optim.AdamW(model.named_parameters())
-    snip = snip_of(model, optimizer, schedule.at(0))
+    snip = snip_of(conversion, optimizer)
     chosen, x = {}, torch.randn(16, 128)
     for step in range(12):
         if change := schedule.change_at(step):
             snip.rebase(change.plan)
-            assert snip.plan == snip.base == change.plan
-        if step == 5:  # a resume between statistics and choice, with a controller that knows only the first base
-            again = snip_of(model, optimizer, schedule.at(0))
-            again.load_state_dict(json.loads(json.dumps(snip.state_dict())))
+            assert snip.conversion.plan == snip.base == change.plan
+        if step == 5:  # a resume between statistics and choice, with a model that has the first plan again
+            state = json.loads(json.dumps(snip.state_dict()))
+            conversion.switch(schedule.at(0))
+            again = snip_of(conversion, optimizer)
+            again.load_state_dict(state)
             snip = again
         if decision := snip.before_step(step, [x]):
             chosen[step] = decision
@@ -293,7 +293,7 @@ def test_snip_chooses_anew_on_another_base_and_rests_on_one_without_casts():
     assert {step: decision.measured for step, decision in chosen.items()} == {2: 1, 5: 4}
     assert all(decision.plan.provenance["method"] == "snip" for decision in chosen.values())
     assert chosen[5].plan.default == FP4  # the rest is that of the base, also after the resume
-    assert snip.base == snip.plan == schedule.at(7)
+    assert snip.base == snip.conversion.plan == schedule.at(7)
     assert model.up.precision.uncast
 
 

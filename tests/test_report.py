@@ -18,8 +18,7 @@ import pytest
 from command_output import error_line
 from report_runs import EVIL, lines, make, seeds
 
-from dither import UserError, cli, report
-from dither.checkpoint import write
+from dither import UserError, checkpoint, cli, report
 from dither.report import charts, curves, figures, page, precision
 from dither.report.charts import format_colour
 from dither.report.comparison import Comparison, summarize
@@ -410,6 +409,16 @@ def test_every_axis_has_the_positions_of_the_run(tmp_path):
     assert line.x["FLOPs"] == pytest.approx([6e6 * tokens for tokens in line.x["tokens"]])
 
 
+def test_figures_without_matplotlib_are_one_sentence(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    run = make(tmp_path / "run")
+    assert cli.main(["report", str(run), "--svg", str(tmp_path / "svg")]) == 2
+    said = "Figures are drawn with matplotlib, which is not installed: pip install 'dither[figures]'."
+    assert error_line(capsys.readouterr().err).endswith(said)
+    assert not (tmp_path / "svg").exists()
+    assert cli.main(["report", str(run)]) == 0
+
+
 def test_figures_for_papers_are_the_charts_of_the_page(tmp_path, capsys):
     layers = {"h.0.up": {"mean": 4.0, "min": 3.5, "max": 4.5, "histogram": [[4, 0.5], [5, 0.5]]}}
     entries = [*lines(), {"kind": "bitwidths", "step": 40, "time": 4, "layers": layers}]
@@ -471,24 +480,6 @@ def test_a_problem_of_numerics_is_an_event_when_it_begins(tmp_path):
     ]
     events = section_of(report.read(make(tmp_path / "run", lines))).events
     assert events.rows == (("1", "numerics", clipped.format(3)), ("4", "numerics", clipped.format(5)))
-
-
-def test_estimates_are_drawn_against_measurements(tmp_path):
-    """verification.json, as `dither plan verify` writes it; the probe whose ranks fit best is drawn."""
-    tables = {"loss": [[1e-3, 4e-3], [2e-3, 0.0]], "weights": [[1e-5, 2e-5], [3e-5, 4e-5]]}
-    common = {"layers": ["h.0.up", "h.1.up"], "options": ["fp8/fp8/fp8", "fp4/fp4/fp4"]}
-    scores = [{**common, **tables, "probe": probe} for probe in ("direct", "last")]
-    ranks = [{"probe": "direct", "loss": 0.5, "weights": 0.5}, {"probe": "last", "loss": 0.875, "weights": 0.75}]
-    found = {**common, **tables, "batches": 4, "scores": scores, "estimates": ranks}
-    run = make(tmp_path / "run")
-    (run / "verification.json").write_text(json.dumps(found))
-    loss, weights = (report.Report([report.read(run)]).charts[f"run-0-verified-{n}"] for n in (0, 1))
-    assert loss.points[1] == (4e-3, 4e-3, "h.0.up, fp4/fp4/fp4")
-    assert len(loss.points) == 3  # a logarithmic axis has no zero
-    assert "Spearman's correlation 0.875, probe last" in loss.about
-    assert len(weights.points) == 4
-    (run / "verification.json").write_text(json.dumps({**found, "loss": [[1]]}))
-    assert "verification.json cannot be read: A table has not 2 rows of 2 numbers." in page_text(run)
 
 
 def test_the_corners_of_the_frontier_are_optimal():
@@ -597,7 +588,7 @@ def test_seconds_of_all_parts_are_those_of_the_run(report_run):
 
 def test_memory_of_the_parts(report_run):
     (line,) = metrics(report_run, "memory")
-    tensors, _ = write.load(write.newest(report_run / "checkpoints")[0])
+    tensors, _ = checkpoint.load(checkpoint.newest(report_run / "checkpoints")[0])
     parameters = json.loads((report_run / "environment.json").read_text())["parameters"]
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
     assert line["parts"]["weights"] == sum(size for name, size in sizes.items() if name.startswith("model"))
@@ -662,31 +653,6 @@ def test_a_report_of_this_version_needs_no_torch(report_run, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(Path(report.__file__).parents[2])}
     arguments = [sys.executable, "-c", code, str(report_run), str(tmp_path / "page.html")]
     assert subprocess.run(arguments, check=True, capture_output=True, text=True, env=environment).stdout == "False\n"
-
-
-def test_a_run_of_an_earlier_version_shows_the_same_choices(report_run, section, tmp_path):
-    """Without the new lines and fields, savings are computed again; what was never recorded is left out."""
-    old = tmp_path / "old"
-    old.mkdir()
-    for name in ("config.toml", "plan.json", "conversion.json", "environment.json", "status.json"):
-        (old / name).write_bytes((report_run / name).read_bytes())
-    kept = []
-    for line in map(json.loads, (report_run / "metrics.jsonl").read_text().splitlines()):
-        if line["kind"] in ("seconds", "memory"):
-            continue
-        if line["kind"] == "bitwidths":
-            for each in line["layers"].values():
-                for key in ("weights", "deviation", "bins", "formats"):
-                    del each[key]
-        kept.append({key: value for key, value in line.items() if key not in ("changed", "choice", "where")})
-    (old / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
-    found = report.Report([report.read(old)]).sections[0]
-    assert found.missing == ()
-    assert found.snip.frontier == section.snip.frontier
-    assert found.snip.reasons == section.snip.reasons
-    assert [state.cells for state in found.plans.states] == [state.cells for state in section.plans.states]
-    assert found.part_charts == ()
-    assert not any(found.bitwidths.blocks)
 
 
 # `dither formats --plot` -----------------------------------------------------------------------------------------------

@@ -9,26 +9,21 @@ from typing import TYPE_CHECKING
 from dither.errors import DitherError as DitherError
 from dither.errors import PerformanceWarning as PerformanceWarning
 from dither.errors import UserError as UserError
-from dither.errors import renamed
 
 if TYPE_CHECKING:
     from dither import nn as nn
     from dither import optim as optim
+    from dither.evaluate import deploy as deploy
+    from dither.evaluate import plan_from_bitwidths as plan_from_bitwidths
     from dither.exporting import export as export
     from dither.models import output_loss as output_loss
     from dither.nn import Conversion as Conversion
     from dither.nn import Linear as Linear
-    from dither.nn import PlanSchedule as PlanSchedule
-    from dither.nn import apply_plan as apply_plan
     from dither.nn import bitwidth_loss as bitwidth_loss
     from dither.nn import capture_passes as capture_passes
-    from dither.nn import choose_targets as choose_targets
     from dither.nn import compile as compile
     from dither.nn import convert as convert
-    from dither.nn import deploy as deploy
     from dither.nn import effective_precision as effective_precision
-    from dither.nn import plan_from_bitwidths as plan_from_bitwidths
-    from dither.nn import prepare_plans as prepare_plans
     from dither.nn import sampling_parameters as sampling_parameters
     from dither.nn import step_context as step_context
     from dither.numerics import Monitor as Monitor
@@ -53,6 +48,8 @@ if TYPE_CHECKING:
     from dither.spec.bitwidths import safe_bitwidth as safe_bitwidth
     from dither.spec.formats import Format as Format
     from dither.spec.recipes import recipe as recipe
+    from dither.spec.schedule import PlanSchedule as PlanSchedule
+    from dither.tools.targets import choose_targets as choose_targets
 
 __version__ = "0.1.0"
 
@@ -60,29 +57,26 @@ _MODULES = {
     "spec.bitwidths": ("safe_bitwidth",),
     "exporting": ("export",),
     "spec.formats": ("Format",),
+    "evaluate": ("deploy", "plan_from_bitwidths"),
     "models": ("output_loss",),
     "nn": (
         "Conversion",
         "Linear",
-        "PlanSchedule",
-        "apply_plan",
         "bitwidth_loss",
         "capture_passes",
-        "choose_targets",
         "compile",
         "convert",
-        "deploy",
         "effective_precision",
-        "plan_from_bitwidths",
-        "prepare_plans",
         "sampling_parameters",
         "step_context",
     ),
     "numerics": ("Monitor",),
+    "tools.targets": ("choose_targets",),
     "ops": ("AmaxHistory", "Quantized", "Stream", "amax", "fake_quantize", "quantize", "quantize_both", "round_to", "sample"),
     "parallel": ("parallelize",),
     "spec": ("BitwidthLoss", "Cast", "LayerPrecision", "MemoryOptions", "Plan", "Sampling", "WeightDecay"),
     "spec.recipes": ("recipe",),
+    "spec.schedule": ("PlanSchedule",),
     "snip": ("auto_plan",),
 }
 """The module of each name above: the same imports, for use at run time."""
@@ -95,14 +89,12 @@ _PACKAGES = (
 )
 """Modules that can be used as attributes without an import of their own, such as dither.nn."""
 
-_RENAMED = {"training_step": "step_context", "apply": "apply_plan"}
-
 
 def __getattr__(name: str) -> object:
     if name in _PACKAGES:
         return importlib.import_module(f"dither.{name}")
     if name not in _HOME:
-        name = renamed(__name__, _RENAMED, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object = getattr(importlib.import_module(f"dither.{_HOME[name]}"), name)
     globals()[name] = value
     return value

@@ -51,9 +51,6 @@ COMMANDS = {
     "plan": Command("plan", "plan", "Choose the precision of each layer of a run, and show the plan", long=True),
     "plan show": Command("plan", "show", "Show a plan as a table of blocks and layers"),
     "plan diff": Command("plan", "diff", "Show the differences between two plans"),
-    "plan verify": Command(
-        "plan", "verify", "Compare estimates with measurements, for each layer or for a whole plan", long=True
-    ),
     "plan auto": Command("plan", "auto", "Choose FP8 or BF16 for each layer of a model by measured time", long=True),
     "plan frontier": Command("plan", "frontier", "Show the cost of every target, from one estimate", long=True),
     "inspect": Command("inspect", "inspect", "Show the weights of a saved model, layer by layer", long=True),
@@ -81,7 +78,6 @@ EXAMPLES = {
     "plan": "runs/latest --target 0.5",
     "plan show": "runs/latest/plan.json",
     "plan diff": "first.json second.json",
-    "plan verify": "runs/latest",
     "plan auto": "llama-1b",
     "plan frontier": "runs/latest",
     "inspect": "runs/latest",

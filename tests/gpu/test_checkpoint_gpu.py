@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import dither
-from dither.checkpoint import write
+from dither import checkpoint
+from dither.checkpoint import Saver, pack, unpack
 from dither.models import Llama, LlamaConfig
-from dither.train import Saver, pack, unpack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -22,7 +22,7 @@ def test_what_is_saved_is_what_was_there(tmp_path: Path) -> None:
             saver.save(step, tensors={"weight": weight}, plain={})
             weight += 1
     for step in range(3):
-        found = write.load(tmp_path / f"step-{step:08d}")[0]["weight"]
+        found = checkpoint.load(tmp_path / f"step-{step:08d}")[0]["weight"]
         assert found.device.type == "cpu"
         assert bool((found == step).all())
 
@@ -69,9 +69,9 @@ def test_a_resumed_run_is_the_straight_run(recipe: str, tmp_path: Path) -> None:
         saver.save(3, tensors=tensors, plain=plain)
         train(model, optimizer, range(3, 6))
     again, another = build(recipe, 2)
-    path, _ = write.newest(tmp_path)
+    path, _ = checkpoint.newest(tmp_path)
     assert path is not None
-    assert unpack(again, another, *write.load(path)).step == 3
+    assert unpack(again, another, *checkpoint.load(path)).step == 3
     train(again, another, range(3, 6))
     straight, resumed = (pack(*each, step=6)[0] for each in ((model, optimizer), (again, another)))
     assert set(straight) == set(resumed)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dither
-from dither.checkpoint import write
+from dither import checkpoint
 from dither.models import build
 from dither.optim import AdamW
 from dither.train import config, loop
@@ -55,8 +55,8 @@ def test_graphs_change_no_bit(name, parts, tmp_path):
         settings += ["data.batch=8", f"data.micro_batch={8 // parts}", "data.sequence=128", "optim.lr=1e-3"]
         outcome = loop.train(config.override(config.Config(), [*settings, *SETTINGS[name]]))
         assert outcome.code == 0, outcome.why
-        newest, _ = write.newest(out / "checkpoints")
-        found.append(write.load(newest)[0])
+        newest, _ = checkpoint.newest(out / "checkpoints")
+        found.append(checkpoint.load(newest)[0])
     eager, graphed = found
     assert eager.keys() == graphed.keys()
     different = [

@@ -6,7 +6,7 @@ from torch import nn
 
 import dither
 from dither.models import Llama, LlamaConfig, compile_blocks
-from dither.nn import apply_plan, convert, prepare_plans, step_context
+from dither.nn import Conversion, convert, step_context
 from dither.spec import Cast, LayerPrecision, Plan
 from dither.spec.levels import families
 
@@ -75,7 +75,7 @@ def test_plans_change_without_compiling_again(sampled):
         names = [layer.name for layer in convert(model, base).layers]
         plans = [mixed(names, shift) for shift in range(3)]
         plans = [plan.with_sampling(how) for plan in plans] if sampled else plans
-        prepare_plans(model, [*plans, base])
+        Conversion.of(model).prepare([*plans, base])
         if compiled:
             compile_blocks(model)
             counters.clear()
@@ -83,7 +83,7 @@ def test_plans_change_without_compiling_again(sampled):
         found = []
         for step in range(8):
             if step in (2, 4, 6):
-                apply_plan(model, plans[step // 2 - 1])
+                Conversion.of(model).switch(plans[step // 2 - 1])
             with step_context(model, step=step):
                 with torch.autocast("cuda", torch.bfloat16):
                     loss = model(text[:, :-1], text[:, 1:])
@@ -111,7 +111,7 @@ def test_bf16_beside_fp8_in_every_block():
     names = [layer.name for layer in convert(model, "fp8-block").layers]
     fp8 = dither.recipe("fp8-block").default
     rules = tuple((name, LayerPrecision() if (1 << index % 7) & (index // 7 + 1) else fp8) for index, name in enumerate(names))
-    apply_plan(model, Plan(rules, fp8, compute="bf16"))
+    Conversion.of(model).switch(Plan(rules, fp8, compute="bf16"))
     compile_blocks(model)
     text = torch.randint(512, (4, 129), device="cuda")
     with step_context(model, step=0), torch.autocast("cuda", torch.bfloat16):

@@ -8,7 +8,7 @@ import torch
 from runs import Listener, config_of, write_bottles
 
 import dither
-from dither.checkpoint import write
+from dither import checkpoint
 from dither.models import build
 from dither.nn.compile import compile_blocks
 from dither.train import Config, train
@@ -53,7 +53,7 @@ def test_fp8_auto_measures_and_a_resumed_run_does_not(tmp_path):
     train(run, progress=listener)
     assert any(line.startswith("fp8-auto on NVIDIA") for line in listener.said)
     stored = json.loads((tmp_path / "run" / "plans.json").read_text())["plans"]["fp8-auto"]
-    assert write.load(tmp_path / "run" / "checkpoints" / "step-00000008")[1]["plan"] == stored
+    assert checkpoint.load(tmp_path / "run" / "checkpoints" / "step-00000008")[1]["plan"] == stored
     listener.said.clear()
     longer = configs.override(run, ["run.steps=10"])
     assert train(longer, resume=True, progress=listener).step == 10
@@ -82,13 +82,13 @@ def test_an_own_loop_changes_plans_without_compiling_again():
     model = build("tiny", device="cuda")
     schedule = dither.PlanSchedule([(0, "fp4-block"), (3, "fp8-block"), (6, "fp4-block forward")])
     dither.convert(model, schedule.at(0))
-    schedule.prepare(model)
+    dither.Conversion.of(model).prepare(schedule)
     torch._dynamo.reset()
     compile_blocks(model)
     optimizer = dither.optim.AdamW(dither.nn.param_groups(model), lr=1e-3)
     tokens = torch.randint(0, 256, (2, 129), device="cuda")
     for step in range(9):
-        schedule.before_step(model, step)
+        dither.Conversion.of(model).follow(schedule, step)
         with torch._dynamo.config.patch(error_on_recompile=step > 1), dither.step_context(model, step=step):
             with torch.autocast("cuda", torch.bfloat16):
                 loss = model(tokens[:, :-1], tokens[:, 1:])

@@ -7,7 +7,7 @@ import torch
 
 import dither
 from dither import convert
-from dither.snip import Estimator, Goal, LayerStatistics, Schedule, Snip, efficiency, measure_times, options, savings
+from dither.snip import LayerStatistics, Snip, SnipSettings, efficiency, measure_times, options, savings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -67,9 +67,8 @@ def test_plans_by_time_while_a_model_trains():
         with torch.autocast("cuda", torch.bfloat16):
             return (model(x) - x).float().square().mean()
 
-    goal, schedule = Goal(target=0.3, cost="time"), Schedule(start=2, delay=2, every=10)
-    given = {"goal": goal, "schedule": schedule, "estimator": Estimator(probe="direct"), "options": "bf16,fp8"}
-    snip = Snip(model, optimizer, "fp8-block", forward=loss, **given)
+    settings = SnipSettings(target=0.3, cost="time", start=2, delay=2, every=10, probe="direct", options="bf16,fp8")
+    snip = Snip(dither.Conversion.of(model), optimizer, settings, forward=loss)
     decisions = {}
     for step in range(6):
         x = torch.randn(2048, 512, device="cuda")

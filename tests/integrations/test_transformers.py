@@ -19,7 +19,7 @@ from dither import PlanSchedule, UserError
 from dither.integrations.accelerate import OptimizerSteps
 from dither.integrations.layer_states import FILE, load_state, save_state, state_names
 from dither.nn import Linear, convert, param_groups, step_context
-from dither.snip import Estimator, Goal, Schedule, Snip
+from dither.snip import Snip, SnipSettings
 from dither.spec import Plan, Sampling
 
 transformers = Lazy("transformers")
@@ -159,8 +159,8 @@ def test_the_best_model_comes_with_its_bitwidths(tmp_path):
 def test_snip_in_the_trainer_resumes_between_its_estimates_and_its_choice(tmp_path):
     def choose(model, optimizer):
         return Snip(
-            model, optimizer, "fp8-block", goal=Goal(target=0.5), schedule=Schedule(start=1, delay=2),
-            estimator=Estimator(probe="direct"), forward=lambda model, batch: model(**batch).loss,
+            dither.Conversion.of(model), optimizer, SnipSettings(target=0.5, start=1, delay=2, probe="direct"),
+            forward=lambda model, batch: model(**batch).loss,
         )  # fmt: skip
 
     def trainer():
@@ -297,14 +297,14 @@ def test_states_of_another_model_are_refused(tmp_path):
 def test_resting_bitwidths_are_kept(tmp_path):
     """A sampling that the plan in force has switched off keeps its bitwidths."""
     model, again = build(), build()
-    dither.apply_plan(model, "bf16")
+    dither.Conversion.of(model).switch("bf16")
     layer = "model.layers.0.mlp.down_proj"
     with torch.no_grad():
         model.get_submodule(layer).resting_bitwidths["bitwidth"].fill_(0.25)
     save_state(model, tmp_path)
     before = again.get_submodule(layer).bitwidth
     load_state(again, tmp_path)
-    dither.apply_plan(again, EVERYTHING)
+    dither.Conversion.of(again).switch(EVERYTHING)
     assert again.get_submodule(layer).bitwidth is before  # the parameter that an optimizer has
     assert (before == 0.25).all()
 

@@ -1,9 +1,12 @@
 """Checkpoints of torch.distributed.checkpoint and torchtitan: read as torch reads them, and nothing in them is executed."""
 
 import functools
+import itertools
 import os
 import pickle
+import time
 import zipfile
+from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,11 +25,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from worlds import needs_gloo, spread
+from worlds import ranks
 
 from dither import UserError
-from dither.checkpoint import foreign
-from dither.checkpoint.foreign import DcpSafetensors, DcpTensors, is_dcp, saved_tensor
+from dither.checkpoint.foreign import METADATA_NAMES, DcpSafetensors, DcpTensors, is_dcp, loads, saved_tensor
 from dither.commands.train import _starting_from
 from dither.files import Refused
 from dither.models import Llama, LlamaConfig
@@ -63,9 +65,8 @@ def save_sharded(folder: Path) -> None:
     dcp.save(plain, storage_writer=HuggingFaceStorageWriter(str(folder / "hf"), save_distributed=True))
 
 
-@needs_gloo
 def test_what_ranks_saved_is_read_as_torch_reads_it(tmp_path):
-    spread(2, functools.partial(save_sharded, tmp_path))
+    ranks(2, save_sharded, tmp_path)
     wanted = {name: torch.zeros(x.shape, dtype=x.dtype) for name, x in tensors().items()}
     dcp.load({"model": wanted}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     with DcpTensors(tmp_path / "dcp") as source:
@@ -197,9 +198,70 @@ def test_nothing_is_executed(tmp_path):
         b"",
     ):
         with pytest.raises(Refused):
-            foreign.loads(data, {"torch.Size"})
+            loads(data, METADATA_NAMES)
     with zipfile.ZipFile(tmp_path / "zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a/data.pkl", b"x" * 1000)
     with pytest.raises(Refused, match="compressed"):
         saved_tensor((tmp_path / "zip").read_bytes(), torch.float32, (2,))
     assert not canary.exists()
+
+
+def nested(depth: int) -> bytes:
+    """Opcodes of a tuple that holds the one before it twice, and so on: 2^depth elements, if anyone counts them."""
+    at = [(n + 1000).to_bytes(4, "little") for n in range(depth + 1)]
+    return b"K\x01r" + at[0] + b"".join(b"j" + a + b"\x86r" + b for a, b in itertools.pairwise(at))
+
+
+DEEP = b"K\x01" + b"\x85" * 100_000
+"""Opcodes of a tuple in a tuple in a tuple."""
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (nested(9) + b".", "is not the metadata of DCP"),
+        (nested(30) + b".", "is not the metadata of DCP"),
+        (b"}" + nested(30) + b"K\x01s.", "has a tuple as a key"),
+        (b"(" + nested(30) + b"K\x01d.", "not a pickle"),
+        (b"\x8f(" + nested(30) + b"\x90.", "not a pickle"),  # a set
+        (b"ctorch\nSize\n" + nested(30) + b"\x85R.", "is not the metadata of DCP"),
+        (b"ccollections\nOrderedDict\n" + nested(30) + b"\x85R.", "not a pickle"),
+        (DEEP + b".", "is not the metadata of DCP"),
+        (b"]" * 100_000 + b"a" * 99_999 + b".", "is not the metadata of DCP"),
+        (b"(" * 50_000 + b"t" * 50_000 + b".", "is not the metadata of DCP"),
+        (b"Nr\xff\xff\xff\x7f.", "is not the metadata of DCP"),  # a memo of two billion entries
+        (b"B\xff\xff\xff\x7f.", "not a pickle"),  # two gigabytes of text
+        (b"\x95\xff\xff\xff\xff\xff\xff\xff\x7f", "not a pickle"),
+        (b"ccollections\nOrderedDict\nN}X\x08\x00\x00\x00__init__Ns\x86b.", "not a pickle"),
+        (b"ctorch\nSize\nN}X\x07\x00\x00\x00__new__Ns\x86b.", "not a pickle"),
+    ],
+)
+def test_hostile_metadata_is_refused_at_once_and_in_one_line(data, message, tmp_path):
+    (tmp_path / ".metadata").write_bytes(b"\x80\x02" + data)
+    began = time.process_time()
+    with pytest.raises(UserError, match=message) as caught:
+        DcpTensors(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert time.process_time() - began < 2
+    assert loads(pickle.dumps(OrderedDict(a=torch.Size((2,)))), METADATA_NAMES)["a"].arguments == ((2,),)
+
+
+@pytest.mark.parametrize(
+    "value", [nested(30), DEEP, b"(" + nested(30) + b"t", b"K\x01"], ids=["nested", "deep", "in a tuple", "a number"]
+)
+def test_hostile_values_in_metadata_are_refused_at_once_and_in_one_line(value, tmp_path):
+    info = _StorageInfo("__0_0.distcp", 0, 1000)
+    chunk = ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((2, 2)))
+    entry = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size((2, 2)), [chunk])
+    fields = [(info, "relative_path"), (info, "offset"), (info, "length"), (chunk, "offsets"), (chunk, "sizes")]
+    for thing, name in [*fields, (entry, "size"), (entry, "chunks"), (entry, "properties")]:
+        kept = getattr(thing, name)
+        object.__setattr__(thing, name, "PLACE")
+        data = pickle.dumps(Metadata({"w": entry}, {}, {MetadataIndex("w", torch.Size((0, 0))): info}), 2)
+        object.__setattr__(thing, name, kept)
+        written = b"X\x05\x00\x00\x00PLACE"
+        assert data.count(written) == 1
+        (tmp_path / ".metadata").write_bytes(data.replace(written, value))
+        with pytest.raises(UserError) as caught, DcpTensors(tmp_path) as source:
+            source.box("w")
+        assert "\n" not in str(caught.value)

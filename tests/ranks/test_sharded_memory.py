@@ -17,17 +17,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from worlds import needs_gloo, spread
+from worlds import ranks
 
 import dither
-from dither.checkpoint import sharded, write
-from dither.checkpoint.read import SavedTensors
-from dither.checkpoint.sharded import ShardedSaver
-from dither.checkpoint.state import pack_sharded
+from dither import checkpoint
+from dither.checkpoint import SavedTensors, Saver, pack, unpack
 from dither.data import open_tokens
 from dither.models import PRESETS, LlamaConfig
 from dither.nn.sharded.tensor_parallel import local
-from dither.train import Config, unpack
+from dither.train import Config
 from dither.train import config as configs
 from dither.train.config import dumps
 from dither.train.corpora import open_corpus
@@ -35,8 +33,6 @@ from dither.train.files import TOKENS
 from dither.train.layout import RankLayout
 from dither.train.ranks import Ranks
 from dither.train.trainer import Trainer
-
-pytestmark = needs_gloo
 
 DEEP = LlamaConfig(hidden_size=64, num_hidden_layers=32, num_attention_heads=4, intermediate_size=64, vocab_size=256)
 """Many blocks, so that one that FSDP2 has gathered is a small part of the model, as in large models."""
@@ -127,12 +123,12 @@ def measured(folder: Path, ranks: Ranks, *more: str) -> dict[str, int]:
         with Allocations(local(x) for x in tensors.values()) as seen:
             found["held"] = seen.now
             if trainer.layout.cut:
-                with ShardedSaver(folder / "checkpoints") as saver:
+                with Saver(folder / "checkpoints", group=dist.group.WORLD) as saver:
                     saver.save(1, tensors=tensors, plain=plain)
                     path = saver.wait()
                 found["save"] = seen.peak
             else:
-                path = write.save(folder / "whole", 1, tensors=tensors, plain=plain)
+                path = checkpoint.save(folder / "whole", 1, tensors=tensors, plain=plain)
         with Allocations(local(x) for x in tensors.values()) as seen:
             steps(trainer, 1)
         found["step"] = seen.peak
@@ -161,7 +157,7 @@ def test_ranks_share_memory_in_every_part_of_a_run(more: list[str], tmp_path: Pa
         open_corpus(settings(tmp_path), tmp_path, Ranks(torch.device("cpu")))
     one = measured(tmp_path, Ranks(torch.device("cpu")))
     print({name: round(value / one["held"], 3) for name, value in one.items()})
-    spread(RANKS, functools.partial(check_memory, tmp_path, more))
+    ranks(RANKS, check_memory, tmp_path, more)
     for rank in range(RANKS):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         shares = {name: round(value / one["held"], 3) for name, value in found.items()}
@@ -180,8 +176,8 @@ def test_a_resume_holds_no_second_copy_of_the_weights(tmp_path: Path) -> None:
     model(torch.ones(1, 64)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    tensors, plain = pack_sharded(model, optimizer, step=1)
-    path = sharded.save(tmp_path, 1, tensors=tensors, plain=plain)
+    tensors, plain = pack(model, optimizer, step=1)
+    path = checkpoint.save(tmp_path, 1, tensors=tensors, plain=plain)
     weights = sum(p.nbytes for p in model.parameters())
     optimizer = dither.optim.AdamW(model.named_parameters(), lr=0.1)
     with Allocations() as seen, SavedTensors(path) as saved:

@@ -15,14 +15,14 @@ from e2e_matrix import Combination
 from torch import Tensor, nn
 
 import dither
-from dither.checkpoint import write
+from dither import checkpoint
 from dither.checkpoint.state import pack, plan_of, unpack
 from dither.data import Loader, is_prepared, load_tokenizer, open_tokens, prepare
 from dither.data.text import STDLIB
 from dither.models import build, preset
 from dither.nn import param_groups
 from dither.optim import MODES, roles, training
-from dither.snip import Estimator, Goal, Schedule, Scores, Snip, options
+from dither.snip import Scores, Snip, SnipSettings, options
 from dither.spec import LayerPrecision, Plan, Sampling
 from dither.spec.recipes import recipe
 from dither.train import config, loop
@@ -61,10 +61,11 @@ class Setup:
         return self.steps // 2
 
     @property
-    def snip(self) -> Schedule:
-        """Return a schedule with at least two changes of plan, one of them after the checkpoint."""
+    def snip(self) -> SnipSettings:
+        """Return settings with at least two changes of plan, one of them after the checkpoint."""
         every = max(2, self.steps // 4)
-        return Schedule(start=max(1, self.steps // 6), every=every, delay=min(2, every - 1))
+        start = max(1, self.steps // 6)
+        return SnipSettings(target=0.5, start=start, every=every, delay=min(2, every - 1), probe="last")
 
 
 @dataclass
@@ -250,7 +251,7 @@ class OwnLoop:
         self.loader = Loader(open_tokens(setup.tokens).train, setup.sequence, setup.batch, setup.seed)
         self.model = model.to(setup.device)
         self.plan = first_plan(combination)
-        dither.convert(self.model, self.plan, seed=setup.seed)
+        self.conversion = dither.convert(self.model, self.plan, seed=setup.seed)
         mini = combination.states == "adam-mini"
         self.run = training(
             self.model,
@@ -271,19 +272,17 @@ class OwnLoop:
 
     def _snip(self) -> Snip:
         return Snip(
-            self.model,
+            self.conversion,
             self.run.optimizer,
-            self.plan,
-            goal=Goal(target=0.5),
-            schedule=self.setup.snip,
-            estimator=Estimator(probe="last", seed=self.setup.seed),
+            self.setup.snip,
             forward=lambda _, batch: self.loss(batch),
+            seed=self.setup.seed,
         )
 
     def _schedule(self) -> Any:
         entries = [(0, self.plan), (0.5, later_plan(self.combination))]
         schedule = dither.PlanSchedule(entries, steps=self.setup.steps)
-        schedule.prepare(self.model)
+        self.conversion.prepare(schedule)
         return schedule
 
     def loss(self, batch: Tensor) -> Tensor:
@@ -302,7 +301,7 @@ class OwnLoop:
         if self.snip is not None and (decision := self.snip.before_step(step, batches)) is not None:
             trace.plans[step] = self.precisions()
             trace.scores[step] = decision.to_dict()["scores"]
-        if self.schedule is not None and self.schedule.before_step(self.model, step) is not None:
+        if self.schedule is not None and self.conversion.follow(self.schedule, step):
             trace.plans[step] = self.precisions()
         total = 0.0
         with dither.step_context(self.model, step=step):
@@ -315,18 +314,19 @@ class OwnLoop:
 
     def save(self, folder: Path, step: int) -> None:
         """Write a checkpoint after `step` steps."""
-        plan = self.snip.plan if self.snip else self.schedule.at(step - 1) if self.schedule else self.plan
         others = {"snip": self.snip and self.snip.state_dict()}
-        state = pack(self.model, self.run.optimizer, step=step, plan=plan, scaler=self.run.scaler, others=others)
-        write.save(folder, step, tensors=state[0], plain=state[1])
+        state = pack(
+            self.model, self.run.optimizer, step=step, plan=self.conversion.plan, scaler=self.run.scaler, others=others
+        )
+        checkpoint.save(folder, step, tensors=state[0], plain=state[1])
 
     def restore(self, folder: Path) -> int:
         """Restore the newest checkpoint. Return its step."""
-        path, _ = write.newest(folder)
+        path, _ = checkpoint.newest(folder)
         assert path is not None
-        tensors, plain = write.load(path)
+        tensors, plain = checkpoint.load(path)
         if (plan := plan_of(plain)) is not None and plan != self.plan:
-            dither.apply_plan(self.model, plan)
+            self.conversion.switch(plan)
         resumed = unpack(self.model, self.run.optimizer, tensors, plain, scaler=self.run.scaler)
         if self.snip is not None:
             self.snip.load_state_dict(resumed.others["snip"])
@@ -368,10 +368,10 @@ def train_and_resume(combination: Combination, setup: Setup, folder: Path) -> tu
     """Train a combination, then resume it from its middle. Return the first run, and the names of values that differ."""
     trace, saved = train(combination, setup, folder), folder / "run" / "checkpoints"
     last = saved / f"step-{setup.steps:08d}"
-    before = write.load(last)
+    before = checkpoint.load(last)
     shutil.rmtree(last)
     again = train(combination, setup, folder, resume=True)
-    after = write.load(last)
+    after = checkpoint.load(last)
     different = [name for name in before[0].keys() | after[0].keys() if not _same(before[0].get(name), after[0].get(name))]
     different += [f"loss of step {step}" for step, loss in again.losses.items() if loss != trace.losses[step]]
     for plain in (before[1], after[1]):
@@ -427,7 +427,7 @@ def perturbed_weights(combination: Combination, setup: Setup, folder: Path, seed
     model = build(size, seed=setup.seed)
     perturb(model, combination, seed)
     tensors, plain = pack(model, dither.optim.AdamW(model.named_parameters()), step=0)
-    return write.save(folder, 0, tensors=tensors, plain=plain)
+    return checkpoint.save(folder, 0, tensors=tensors, plain=plain)
 
 
 # Bounds ---------------------------------------------------------------------------------------------------------------

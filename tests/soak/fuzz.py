@@ -31,12 +31,9 @@ from typing import Any, NamedTuple
 import torch
 
 import dither
-from dither import UserError
-from dither.checkpoint import foreign, index, sharded, tensorfile
-from dither.checkpoint import write as checkpoint
-from dither.checkpoint.foreign import ALLOWED
-from dither.checkpoint.manifest import read as manifest_reader
-from dither.checkpoint.manifest import to_bytes as manifest_bytes
+from dither import UserError, checkpoint
+from dither.checkpoint import foreign, format
+from dither.checkpoint.foreign import METADATA_NAMES
 from dither.data import prepare, train_bpe
 from dither.data import text as texts
 from dither.data.tokenizer import Tokenizer
@@ -44,7 +41,7 @@ from dither.data.tokens import manifest_text, open_tokens
 from dither.files import Refused, from_json
 from dither.report import run_folder
 from dither.spec import Cast, Plan
-from dither.spec.expressions import parse
+from dither.spec.patterns import matches
 from dither.spec.recipes import RECIPES, recipe
 from dither.train import config as configs
 from dither.train.config import Config
@@ -112,17 +109,21 @@ def readers(folder: Path) -> dict[str, Reader]:
     def checkpoint_manifest(data: bytes) -> None:
         value = from_json(data)
         whole = isinstance(value, dict) and isinstance(value.get("files"), dict)
-        manifest.write_bytes(manifest_bytes(value.get("step"), value["files"]) if whole else data)
+        manifest.write_bytes(format.manifest_bytes(value.get("step"), value["files"]) if whole else data)
         checkpoint.verify(point)
 
-    shards = sharded.save(folder / "shards", 1, tensors={"w": torch.ones(2), "b": torch.zeros(2, 3)}, plain={})
-    listing = manifest_reader(shards)
+    shards = checkpoint.save(folder / "shards", 1, tensors={"w": torch.ones(2), "b": torch.zeros(2, 3)}, plain={})
+    listing = format.read_manifest(shards)
 
     def shard_index(data: bytes) -> None:
-        tensors: dict[str, index.SavedTensor] = {}
-        index.add(from_json(data), "rank-00000", listing, tensors, {})
+        tensors: dict[str, format.SavedTensor] = {}
+        format.add_index(from_json(data), "rank-00000", listing, tensors, {})
         for name, tensor in tensors.items():
-            index.check_cover(name, tensor)
+            format.check_cover(name, tensor)
+
+    def header(data: bytes) -> None:
+        (folder / "header.safetensors").write_bytes(data)
+        format.read_header(folder / "header.safetensors")
 
     def tokenizer(data: bytes) -> None:
         Tokenizer(data.decode(errors="replace")).encode("the quick aaaaaaaaaaaaaaaaaaaa!")
@@ -143,8 +144,8 @@ def readers(folder: Path) -> dict[str, Reader]:
         (folder / "report" / "status.json").write_bytes(data)
         Status.load(folder / "report")
 
-    def expression(text: str) -> None:
-        parse(text).matches("model.layers.0.self_attn.q_proj")
+    def pattern(text: str) -> None:
+        matches(text, "model.layers.0.self_attn.q_proj")
 
     pickles = [pickle.dumps({"a": [torch.Size((2, 3)), (1, 2.5, None)]}, protocol) for protocol in (2, 4)]
     plans = [recipe(name).to_json().encode() for name in sorted(RECIPES)]
@@ -156,11 +157,11 @@ def readers(folder: Path) -> dict[str, Reader]:
         "configs": Reader(_decoded(configs.loads), full, 0.004),
         "plans": Reader(_decoded(Plan.from_json), plans, 0.15),
         "casts": Reader(_decoded(Cast.parse), [b"e4m3 tile(128) fp32 nearest", b"mxfp4", b"e5m2 delayed(16,0,max)"], 0.1),
-        "patterns": Reader(_decoded(expression), [rb"(.*\.)?(q|k|v)_proj", rb"(?!lm)[^a-c]\w+?{2,3}|\bx$", names], 0.01),
+        "patterns": Reader(_decoded(pattern), [rb"re:(.*\.)?(q|k|v)_proj", rb"[!a-c]*.[0-9]?* & *_proj", names], 0.01),
         "JSON": Reader(lambda data: from_json(data), [*plans[:2], lines[:14]], 0.2, (Refused,)),
-        "headers": Reader(lambda data: tensorfile.header(io.BytesIO(data), len(data)), [tensors], 0.2, (Refused,)),
+        "headers": Reader(header, [tensors], 0.02, (Refused,)),
         "indexes of shards": Reader(shard_index, [(shards / "rank-00000.json").read_bytes()], 0.02, (Refused,)),
-        "pickles": Reader(lambda data: foreign.loads(data, ALLOWED), pickles, 0.02, (Refused,)),
+        "pickles": Reader(lambda data: foreign.loads(data, METADATA_NAMES), pickles, 0.02, (Refused,)),
         "JSON lines": Reader(json_lines, [lines], 0.14, (UserError, texts._NotTextError)),
         "text": Reader(plain_text, [b"one\n<|endoftext|>\ntwo\r\n\xef\xbb\xbfthree"], 0.147, (UserError, texts._NotTextError)),
         "metrics": Reader(metrics, [run], 0.001),

@@ -44,8 +44,7 @@ import torch
 from fuzz import fuzz
 
 import dither
-from dither import UserError, cli, models
-from dither.checkpoint import write as checkpoint
+from dither import UserError, checkpoint, cli, models
 from dither.data import Batch
 from dither.train import Status, loop, train
 from dither.train import config as configs

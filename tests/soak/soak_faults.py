@@ -38,8 +38,8 @@ from soak import (
     sha256,
 )
 
-from dither import UserError
-from dither.checkpoint import write as checkpoint
+from dither import UserError, checkpoint
+from dither.checkpoint import write as writing
 from dither.data import prepare
 from dither.run_lock import RunLock
 from dither.train import Status, agreement, ranks, run_folder
@@ -358,7 +358,7 @@ def phases(text: Path, folder: Path, count: int) -> list[Score]:
         "sampling": (Trainer, "sample"),
         "measuring": (Trainer, "look"),
         "recomputing": (agreement, "recompute"),
-        "saving": (checkpoint, "_write"),
+        "saving": (writing, "_write"),
         "restoring": (Trainer, "restore"),
         "ending": (loop.Run, "evaluate"),
     }
@@ -496,7 +496,7 @@ def faults_of_all_kinds(text: Path, folder: Path, count: int) -> list[Score]:
             if finished and sum(done.values()) < count:  # more faults are due: go back to an earlier checkpoint
                 checkpoint.drop(
                     out / "checkpoints",
-                    after=draw.choice([checkpoint.step_of(p) for p in checkpoint._steps(out / "checkpoints")][1:]),
+                    after=draw.choice([checkpoint.step_of(p) for p in steps(out / "checkpoints")][1:]),
                 )
         same = sha256(out, steps) == expected
         kinds = ", ".join(f"{number} {kind}" for kind, number in done.items())

@@ -22,8 +22,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
-from dither import cli, files, recipe
-from dither.checkpoint import write
+from dither import checkpoint, cli, files, recipe
 from dither.data import prepare
 from dither.train import Status, agreement
 from dither.train import config as configs
@@ -322,7 +321,7 @@ def sharded(text: Path, folder: Path, count: int) -> list[Score]:
         attempt, rank = attempt_number()
         kind, draw = ("step", "save")[attempt % 2], random.Random(attempt)
         if rank == 0:
-            unfinished = bool(write.leftovers(out / "checkpoints"))
+            unfinished = bool(checkpoint.leftovers(out / "checkpoints"))
             (folder / f"attempt-{attempt}").write_text("unfinished" if unfinished else "")
         if attempt < count and rank == draw.randrange(2):
             if kind == "save":

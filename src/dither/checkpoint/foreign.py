@@ -1,256 +1,203 @@
-"""Checkpoints of torch.distributed.checkpoint (DCP), such as torchtitan's: plain tensors, read without unpickling.
+"""Checkpoints of torch.distributed.checkpoint (DCP), such as torchtitan's: plain tensors, read without executing anything.
 
-The metadata is a pickle, and so is the header of each tensor: both are read as data (`inert_pickle`). Files of safetensors that
-DCP's HuggingFaceStorageWriter wrote are read too.
+The metadata is a pickle, and so is the header of each tensor. `loads` reads both with an allow-list of names that stand for
+inert records: nothing is imported and nothing of torch is called. (`torch.load(weights_only=True)` trusts sizes of storages,
+and reads beyond their end if these are forged.) Safetensors files that DCP's HuggingFaceStorageWriter wrote are read too.
 """
 
 import io
 import math
 import os
-import pickletools
+import pickle
 import re
 import struct
 import zipfile
-from collections.abc import Callable, Container, Hashable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, ClassVar
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dither import files
-from dither.checkpoint import tensorfile
-from dither.checkpoint.index import SavedPiece, SavedTensor, check_cover
-from dither.checkpoint.manifest import MANIFEST
-from dither.checkpoint.read import CheckedFile, TensorSource, explained
-from dither.errors import UserError
-from dither.files import Refused
-
-MARK = object()
-PLAIN = frozenset(
-    (
-        *("BININT", "BININT1", "BININT2", "LONG1", "INT", "BINFLOAT"),
-        *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "SHORT_BINSTRING", "BINSTRING", "SHORT_BINBYTES", "BINBYTES"),
-    )
+from dither.checkpoint.format import (
+    DTYPE_NAMES,
+    MANIFEST,
+    SavedPiece,
+    SavedTensor,
+    check_cover,
+    explained,
+    is_shape,
+    read_header,
 )
-"""Opcodes that push their argument."""
-
-CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-EMPTY: dict[str, Callable[[], Any]] = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}
-TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-PUTS, GETS = ("PUT", "BINPUT", "LONG_BINPUT"), ("GET", "BINGET", "LONG_BINGET")
-
-
-@dataclass(frozen=True)
-class Name:
-    """A class or function that a pickle names, such as "torch.Size"."""
-
-    name: str
-
-
-@dataclass(eq=False)
-class Record:
-    """An object that a pickle would create: its class or function, the arguments, and the state that it would be given."""
-
-    kind: str
-    arguments: tuple[Any, ...]
-    state: Any = None
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """The state as attributes; {} if it is anything else."""
-        return self.state if isinstance(self.state, dict) else {}
-
-
-@dataclass(frozen=True)
-class Persistent:
-    """An object outside of the pickle, by its identifier."""
-
-    id: Any
-
-
-@dataclass
-class _Machine:
-    allowed: Container[str]
-    stack: list[Any] = field(default_factory=list)
-    memo: dict[int, Any] = field(default_factory=dict)
-
-    def pop(self) -> Any:
-        if not self.stack or self.stack[-1] is MARK:
-            raise Refused("its pickle takes more values than there are")
-        return self.stack.pop()
-
-    def top(self, kind: type) -> Any:
-        if not self.stack or not isinstance(self.stack[-1], kind):
-            raise Refused(f"its pickle has no {kind.__name__} where one is needed")
-        return self.stack[-1]
-
-    def marked(self) -> list[Any]:
-        """Return the values since the last mark."""
-        for place in range(len(self.stack) - 1, -1, -1):
-            if self.stack[place] is MARK:
-                values = self.stack[place + 1 :]
-                del self.stack[place:]
-                return values
-        raise Refused("its pickle has no mark where one is needed")
-
-    def name(self, module: Any, name: Any) -> None:
-        full = f"{module}.{name}"
-        if not isinstance(module, str) or not isinstance(name, str) or full not in self.allowed:
-            raise Refused(f"its pickle names {full!r:.120}, which is not part of a checkpoint of plain tensors")
-        self.stack.append(Name(full))
-
-    def create(self) -> None:
-        arguments, kind = self.pop(), self.pop()
-        if not isinstance(kind, Name) or not isinstance(arguments, tuple):
-            raise Refused("its pickle calls something that is not a class or function")
-        self.stack.append(Record(kind.name, arguments))
-
-    def update(self, items: list[Any]) -> None:
-        target = self.top(dict)
-        if len(items) % 2:
-            raise Refused("its pickle has a key without a value")
-        for key, value in zip(items[::2], items[1::2], strict=True):
-            if not isinstance(key, str | int | Record) or not isinstance(key, Hashable):
-                raise Refused(f"its pickle has a {type(key).__name__} as a key")
-            target[key] = value
-
-
-def loads(data: bytes, allowed: Container[str]) -> Any:
-    """Return the value of a pickle, with `Record` and `Name` for everything but plain values; raise Refused for other names.
-
-    Args:
-        data: The pickle.
-        allowed: The full names of classes and functions that may occur.
-
-    >>> import pickle
-    >>> loads(pickle.dumps({"a": [1, (2.5, None)]}), ())
-    {'a': [1, (2.5, None)]}
-    >>> loads(pickle.dumps(print), ())
-    Traceback (most recent call last):
-    dither.files.Refused: its pickle names 'builtins.print', which is not part of a checkpoint of plain tensors
-    """
-    machine = _Machine(allowed)
-    try:
-        for opcode, argument, _ in pickletools.genops(data):
-            if opcode.name == "STOP":
-                value = machine.pop()
-                if machine.stack:
-                    raise Refused("its pickle leaves values behind")
-                return value
-            _step(machine, opcode.name, argument)
-    except (ValueError, IndexError, UnicodeError, OverflowError) as error:
-        raise Refused(f"it is not a pickle ({error!s:.120})") from None
-    raise Refused("its pickle has no end")
-
-
-def _step(machine: _Machine, code: str, argument: Any) -> None:
-    stack = machine.stack
-    if code in ("PROTO", "FRAME"):
-        return
-    if code in PLAIN:
-        stack.append(argument)
-    elif code in CONSTANTS:
-        stack.append(CONSTANTS[code])
-    elif code in EMPTY:
-        stack.append(EMPTY[code]())
-    elif code == "MARK":
-        stack.append(MARK)
-    elif code in TUPLES:
-        stack.append(tuple([machine.pop() for _ in range(TUPLES[code])][::-1]))
-    elif code == "TUPLE":
-        stack.append(tuple(machine.marked()))
-    elif code == "MEMOIZE":
-        machine.memo[len(machine.memo)] = machine.top(object)
-    elif code in PUTS:
-        machine.memo[int(argument)] = machine.top(object)
-    elif code in GETS:
-        if int(argument) not in machine.memo:
-            raise Refused("its pickle refers to a value that it does not have")
-        stack.append(machine.memo[int(argument)])
-    else:
-        _build(machine, code, argument)
-
-
-def _build(machine: _Machine, code: str, argument: Any) -> None:
-    if code == "APPEND":
-        value = machine.pop()
-        machine.top(list).append(value)
-    elif code == "APPENDS":
-        values = machine.marked()
-        machine.top(list).extend(values)
-    elif code == "SETITEM":
-        value, key = machine.pop(), machine.pop()
-        machine.update([key, value])
-    elif code == "SETITEMS":
-        machine.update(machine.marked())
-    elif code == "GLOBAL":
-        machine.name(*argument.split(" ", 1))
-    elif code == "STACK_GLOBAL":
-        name, module = machine.pop(), machine.pop()
-        machine.name(module, name)
-    elif code in ("REDUCE", "NEWOBJ"):
-        machine.create()
-    elif code == "BUILD":
-        state = machine.pop()
-        machine.top(Record).state = state
-    elif code == "BINPERSID":
-        machine.stack.append(Persistent(machine.pop()))
-    else:
-        raise Refused(f"its pickle has the opcode {code}, which checkpoints of plain tensors do not have")
-
+from dither.checkpoint.layout import Box
+from dither.checkpoint.read import TensorSource
+from dither.files import Refused
 
 METADATA = ".metadata"
 MOST_METADATA = 1 << 30
 """The most bytes of the metadata."""
 
 FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.distcp")
-SHARDING = "DCP_SHARDING_INFO"
+
+
+# Pickles as data ------------------------------------------------------------------------------------------------------
+
+
+class Record:
+    """An object that a pickle would create: its arguments, and the state that it would be given. Its class has its name."""
+
+    arguments: tuple[Any, ...]
+    state: Any = None
+
+    def __new__(cls, *arguments: Any) -> "Record":
+        """Keep the arguments."""
+        record = super().__new__(cls)
+        record.arguments = arguments
+        return record
+
+    def __init__(self, *arguments: Any) -> None:
+        """Do nothing: `__new__` keeps the arguments."""
+
+    def __setstate__(self, state: Any) -> None:
+        """Keep the state."""
+        self.state = state
+
+    @property
+    def kind(self) -> str:
+        """The full name of the class or function."""
+        return type(self).__name__
+
+    def field(self, name: str) -> Any:
+        """Return an attribute of the state, or None."""
+        return self.state.get(name) if isinstance(self.state, dict) else None
+
+
+class _Dict(dict[Any, Any]):
+    """A dictionary that is created empty."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        """Take no arguments."""
+        super().__init__()
+
+    def __setstate__(self, state: Any) -> None:
+        """Refuse a state, which a pickle may give to this class itself."""
+        raise Refused("its pickle gives a state to a dictionary")
+
+
+def _names(*names: str) -> dict[str, Any]:
+    """Return inert records for names of classes and functions, and dtypes for those of dtypes."""
+    dtypes = {str(dtype): dtype for dtype in DTYPE_NAMES}
+    return {name: type(name, (Record,), {}) for name in names} | dtypes | {"collections.OrderedDict": _Dict}
+
 
 _TYPES = "torch.distributed.checkpoint.metadata."
 _PLANNED = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata")
-_DTYPES = {str(dtype): dtype for dtype in tensorfile.NAMES}
-ALLOWED = {
+METADATA_NAMES = _names(
     *(_TYPES + name for name in (*_PLANNED, "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
     *(f"torch.distributed._shard.sharded_tensor.metadata.{name}" for name in ("TensorProperties", "MEM_FORMAT_ENCODING")),
     *("torch.distributed.checkpoint.filesystem._StorageInfo", "torch.distributed.checkpoint.filesystem._StoragePrefix"),
-    *("torch.Size", "torch.serialization._get_layout", "collections.OrderedDict"),
+    *("torch.Size", "torch.serialization._get_layout"),
     "builtins.getattr",  # by which Python 3.11.0 to 3.11.3 names the member of an Enum; like all of these, it is not called
     *("pathlib.PosixPath", "pathlib.Path", "pathlib.WindowsPath", "pathlib._local.PosixPath"),
-    *_DTYPES,
-}
+)
 """The names in the metadata of plain tensors."""
 
 STORAGES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
+    "torch.DoubleStorage": torch.float64,
+    "torch.FloatStorage": torch.float32,
+    "torch.HalfStorage": torch.float16,
+    "torch.BFloat16Storage": torch.bfloat16,
+    "torch.LongStorage": torch.int64,
+    "torch.IntStorage": torch.int32,
+    "torch.ShortStorage": torch.int16,
+    "torch.CharStorage": torch.int8,
+    "torch.ByteStorage": torch.uint8,
+    "torch.BoolStorage": torch.bool,
 }
 """The storages of torch.save, and their dtypes."""
 
 REBUILD = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
-TENSOR_ALLOWED = {
-    *REBUILD,
-    *(f"torch.{name}" for name in STORAGES),
-    *("torch.storage.UntypedStorage", "torch.UntypedStorage", "collections.OrderedDict"),
-    *_DTYPES,
-}
+TENSOR_NAMES = _names(*REBUILD, *STORAGES, "torch.storage.UntypedStorage", "torch.UntypedStorage")
 """The names in the header of a plain tensor."""
 
-
-BAD_ARCHIVE = (
-    *(zipfile.BadZipFile, NotImplementedError, OSError, EOFError),
-    *(ValueError, RuntimeError, OverflowError, KeyError, struct.error),
+OPCODES = (
+    *("PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE"),
+    *("BININT", "BININT1", "BININT2", "LONG1", "INT", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
+    *("SHORT_BINSTRING", "BINSTRING", "SHORT_BINBYTES", "BINBYTES"),
+    *("EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "MEMOIZE"),
+    *("PUT", "BINPUT", "LONG_BINPUT", "GET", "BINGET", "LONG_BINGET", "APPEND", "APPENDS", "SETITEM", "SETITEMS"),
+    *("GLOBAL", "STACK_GLOBAL", "REDUCE", "NEWOBJ", "BUILD", "BINPERSID"),
 )
-"""The errors of zipfile for archives that are damaged, encrypted or forged."""
+"""The opcodes of pickles of plain tensors."""
+
+
+class _InertUnpickler(pickle._Unpickler):
+    """An unpickler in Python, whose memo is a dictionary: that in C allocates as many places as a forged index says."""
+
+    stack: list[Any]
+    pop_mark: Callable[[], list[Any]]
+
+    def __init__(self, data: bytes, allowed: Mapping[str, Any]) -> None:
+        super().__init__(io.BytesIO(data))
+        self.allowed = allowed
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what stands for a name."""
+        if f"{module}.{name}" not in self.allowed:
+            raise Refused(f"its pickle names {f'{module}.{name}'!r:.120}, which is not part of a checkpoint of plain tensors")
+        return self.allowed[f"{module}.{name}"]
+
+    def persistent_load(self, identity: Any) -> Any:
+        """Return the identity of an object outside of the pickle."""
+        return identity
+
+    def _set_items(self) -> None:
+        items = self.pop_mark()
+        if len(items) % 2:
+            raise Refused("its pickle has a key without a value")
+        self._put(items)
+
+    def _set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._put([key, value])
+
+    def _put(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            if not isinstance(target, dict) or not isinstance(key, str | int | Record):  # a deep tuple takes forever to hash
+                raise Refused(f"its pickle has a {type(key).__name__} as a key")
+            target[key] = value
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]] for name in OPCODES
+    }
+    dispatch |= {pickle.SETITEM[0]: _set_item, pickle.SETITEMS[0]: _set_items}
+
+
+def loads(data: bytes, allowed: Mapping[str, Any]) -> Any:
+    """Return the value of a pickle, with records for everything but plain values; raise Refused for names not in `allowed`.
+
+    >>> loads(pickle.dumps({"a": [1, (2.5, None)]}), {})
+    {'a': [1, (2.5, None)]}
+    >>> loads(pickle.dumps(print), {})
+    Traceback (most recent call last):
+    dither.files.Refused: its pickle names 'builtins.print', which is not part of a checkpoint of plain tensors
+    """
+    try:
+        return _InertUnpickler(data, allowed).load()
+    except Refused:
+        raise
+    except Exception as error:  # whatever an unpickler does with bytes that are not a pickle
+        why = " ".join(f"{type(error).__name__} {error!s:.120}".split())
+        raise Refused(f"it is not a pickle that can be read ({why})") from None
+
+
+# Folders of DCP -------------------------------------------------------------------------------------------------------
 
 
 class DcpTensors(TensorSource):
@@ -265,49 +212,45 @@ class DcpTensors(TensorSource):
         self._places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
         self._last: tuple[SavedPiece | None, Tensor] = (None, torch.empty(0))
         with explained(self.path):
-            metadata = loads(files.read(self.path / METADATA, most=MOST_METADATA, follow=True), ALLOWED)
-            self._read_metadata(metadata)
+            metadata = loads(files.read(self.path / METADATA, most=MOST_METADATA, follow=True), METADATA_NAMES)
+            if not isinstance(metadata, Record) or metadata.kind != _TYPES + "Metadata":
+                raise Refused(f"{METADATA} is not the metadata of DCP")
+            entries, storage = metadata.field("state_dict_metadata"), metadata.field("storage_data")
+            if not isinstance(entries, dict) or not isinstance(storage, dict):
+                raise Refused(f"{METADATA} lacks its tensors or their places")
+            for key, info in storage.items():
+                if not isinstance(key, Record) or not isinstance(info, Record) or not isinstance(key.field("fqn"), str):
+                    raise Refused(f"{METADATA} has a place that cannot be read")
+                if key.field("offset") is not None:  # else it is not a tensor
+                    self._places[key.field("fqn"), _size(key.field("offset"))] = _place(info)
+            for name, entry in entries.items():
+                if isinstance(entry, Record) and entry.kind == _TYPES + "TensorStorageMetadata" and isinstance(name, str):
+                    self.tensors[name] = self._tensor(name, entry)
+                    check_cover(name, self.tensors[name])
 
-    def _read_metadata(self, metadata: Any) -> None:
-        if not isinstance(metadata, Record) or metadata.kind != _TYPES + "Metadata":
-            raise Refused(f"{METADATA} is not the metadata of DCP")
-        entries, storage = metadata.fields.get("state_dict_metadata"), metadata.fields.get("storage_data")
-        if not isinstance(entries, dict) or not isinstance(storage, dict):
-            raise Refused(f"{METADATA} lacks its tensors or their places")
-        for key, info in storage.items():
-            if not isinstance(key, Record) or not isinstance(info, Record) or not isinstance(key.fields.get("fqn"), str):
-                raise Refused(f"{METADATA} has a place that cannot be read")
-            if key.fields.get("offset") is None:
-                continue  # not a tensor
-            self._places[key.fields["fqn"], _size(key.fields["offset"])] = _place(info)
-        for name, entry in entries.items():
-            if isinstance(entry, Record) and entry.kind == _TYPES + "TensorStorageMetadata" and isinstance(name, str):
-                self.tensors[name] = self._tensor(name, entry.fields)
-                check_cover(name, self.tensors[name])
-
-    def _tensor(self, name: str, fields: Mapping[str, Any]) -> SavedTensor:
-        properties, chunks = fields.get("properties"), fields.get("chunks")
+    def _tensor(self, name: str, entry: Record) -> SavedTensor:
+        properties, chunks = entry.field("properties"), entry.field("chunks")
         state = properties.state if isinstance(properties, Record) else None
-        kind = state[0] if isinstance(state, tuple) and state else None
-        if not isinstance(kind, Name) or kind.name not in _DTYPES or not isinstance(chunks, list):
-            raise Refused(f"the tensor {name!r:.120} has the dtype {kind!r:.80}, which is not read")
-        shape = _size(fields.get("size"))
+        dtype = state[0] if isinstance(state, tuple) and state else None
+        if not isinstance(dtype, torch.dtype) or not isinstance(chunks, list):
+            raise Refused(f"the tensor {name!r:.120} has no dtype and chunks that are read")
+        shape = _size(entry.field("size"))
         pieces = []
         for chunk in chunks:
-            parts = chunk.fields if isinstance(chunk, Record) else {}
-            offset, size = _size(parts.get("offsets")), _size(parts.get("sizes"))
+            offset, size = (_size(chunk.field(key) if isinstance(chunk, Record) else None) for key in ("offsets", "sizes"))
             inside = len(offset) == len(size) == len(shape) and all(
                 o + n <= s for o, n, s in zip(offset, size, shape, strict=True)
             )
             if not inside or (name, offset) not in self._places:
                 raise Refused(f"the tensor {name!r:.120} has a piece at {offset} of shape {size} that is not there")
-            if math.prod(size) * _DTYPES[kind.name].itemsize > self._places[name, offset][2]:
+            file, _, length = self._places[name, offset]
+            if math.prod(size) * dtype.itemsize > length:
                 raise Refused(f"the tensor {name!r:.120} has a piece of shape {size}, which has more bytes than its place")
             if math.prod(size):
-                pieces.append(SavedPiece(self._places[name, offset][0], name, offset, size))
-        return SavedTensor(_DTYPES[kind.name], shape, pieces)
+                pieces.append(SavedPiece(file, name, offset, size))
+        return SavedTensor(dtype, shape, pieces)
 
-    def _fill_piece(self, saved: SavedTensor, piece: SavedPiece, ranges: list[tuple[int, int]], target: Tensor) -> None:
+    def _fill_piece(self, saved: SavedTensor, piece: SavedPiece, box: Box, target: Tensor) -> None:
         if self._last[0] != piece:
             file, begin, length = self._places[piece.key, piece.offset]
             with files.open_plainly(self.path / file, follow=True) as opened:
@@ -319,30 +262,25 @@ class DcpTensors(TensorSource):
                 self._last = piece, saved_tensor(data, saved.dtype, piece.shape)
             except Refused as error:
                 raise Refused(f"{file}: the tensor {piece.key!r:.120}: {error}") from None
-        part = self._last[1]
-        target.copy_(part[tuple(slice(*pair) for pair in ranges)] if part.dim() else part)
+        target.copy_(self._last[1][tuple(slice(*pair) for pair in box)])
 
 
 def _size(value: Any) -> tuple[int, ...]:
     """Return a torch.Size of the metadata as a tuple."""
-    inner = value.arguments if isinstance(value, Record) and value.kind == "torch.Size" else None
-    if (
-        inner is None
-        or len(inner) != 1
-        or not tensorfile.is_shape(list(inner[0]) if isinstance(inner[0], tuple | list) else None)
-    ):
-        raise Refused(f"{METADATA} has the shape or offset {inner!r:.80}")
-    return tuple(inner[0])
+    inner = value.arguments[0] if isinstance(value, Record) and value.kind == "torch.Size" and value.arguments else None
+    if not isinstance(inner, tuple | list) or not is_shape(list(inner)):
+        raise Refused(f"{METADATA} has a shape or offset that no tensor has")
+    return tuple(inner)
 
 
 def _place(info: Record) -> tuple[str, int, int]:
-    file, offset, length = (info.fields.get(key) for key in ("relative_path", "offset", "length"))
-    if info.fields.get("transform_descriptors"):
+    file, offset, length = (info.field(key) for key in ("relative_path", "offset", "length"))
+    if info.field("transform_descriptors"):
         raise Refused("its tensors are compressed or encrypted by an extension of DCP, which is not read")
     if not isinstance(file, str) or not FILE.fullmatch(file) or ".." in file:
-        raise Refused(f"{METADATA} names the file {file!r:.80}")
+        raise Refused(f"{METADATA} names the file {file if isinstance(file, str) else type(file)!r:.80}")
     if type(offset) is not int or type(length) is not int or min(offset, length) < 0:
-        raise Refused(f"{METADATA} has the place {offset!r:.40}, {length!r:.40}")
+        raise Refused(f"{METADATA} has the place of a tensor outside of its file")
     return file, offset, length
 
 
@@ -364,14 +302,16 @@ def saved_tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Ten
                 raise Refused("its bytes are big-endian")
             if "data.pkl" not in names:
                 raise Refused("its archive has no data.pkl")
-            found = loads(archive.read(names["data.pkl"]), TENSOR_ALLOWED)
-            key, stored, first, size, stride = _rebuilt(found)
+            key, stored, first, size, stride = _rebuilt(loads(archive.read(names["data.pkl"]), TENSOR_NAMES))
             if (stored, size) != (dtype, shape):
                 raise Refused(f"it is {stored} {size} where the metadata says {dtype} {shape}")
             if f"data/{key}" not in names:
                 raise Refused("its archive has no data")
             raw = archive.read(names[f"data/{key}"])  # compared with its CRC-32
-    except BAD_ARCHIVE as error:
+    except (  # of archives that are damaged, encrypted or forged
+        *(zipfile.BadZipFile, NotImplementedError, OSError, EOFError),
+        *(ValueError, RuntimeError, OverflowError, KeyError, struct.error),
+    ) as error:
         raise Refused(f"its archive cannot be read ({error!s:.120})") from None
     if dtype == torch.bool and any(byte > 1 for byte in raw):
         raise Refused("its booleans are neither 0 nor 1")
@@ -387,17 +327,15 @@ def _rebuilt(found: Any) -> tuple[str, torch.dtype, int, tuple[int, ...], tuple[
     if not isinstance(found, Record) or found.kind not in REBUILD or len(found.arguments) < 6:
         raise Refused("it is not a plain tensor")
     storage, first, size, stride = found.arguments[:4]
-    identity = storage.id if isinstance(storage, Persistent) else None
-    if not isinstance(identity, tuple) or len(identity) != 5 or identity[0] != "storage" or not isinstance(identity[1], Name):
+    if not isinstance(storage, tuple) or len(storage) != 5 or not isinstance(storage[1], type) or storage[0] != "storage":
         raise Refused("its storage cannot be read")
-    kind = identity[1].name.rpartition(".")[2]
     named = found.arguments[6] if found.kind == REBUILD[1] and len(found.arguments) > 6 else None
-    dtype = _DTYPES.get(named.name) if isinstance(named, Name) else STORAGES.get(kind)
+    dtype = named if isinstance(named, torch.dtype) else STORAGES.get(storage[1].__name__)
     shapes = [list(each) if isinstance(each, tuple) else None for each in (size, stride)]
-    right = all(map(tensorfile.is_shape, shapes)) and len(size) == len(stride) and type(first) is int and first >= 0
-    if dtype is None or not right or not isinstance(identity[2], str) or not re.fullmatch(r"[0-9]{1,9}", identity[2]):
-        raise Refused(f"its storage {kind!r:.40}, shape {size!r:.80} or strides {stride!r:.80} cannot be read")
-    return identity[2], dtype, first, size, stride
+    right = all(map(is_shape, shapes)) and len(size) == len(stride) and type(first) is int and first >= 0
+    if dtype is None or not right or not isinstance(storage[2], str) or not re.fullmatch(r"[0-9]{1,9}", storage[2]):
+        raise Refused("its storage, shape or strides cannot be read")
+    return storage[2], dtype, first, size, stride
 
 
 class DcpSafetensors(TensorSource):
@@ -409,52 +347,46 @@ class DcpSafetensors(TensorSource):
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
-        self._files: dict[str, tuple[CheckedFile, dict[str, tuple[torch.dtype, list[int], int]]]] = {}
-        try:
-            with explained(self.path):
-                pieces: dict[str, list[tuple[torch.dtype, SavedPiece]]] = {}
-                for file in sorted(self.path.glob("*.safetensors")):
-                    self._read_header(file, pieces)
-                for name, found in pieces.items():
-                    dtypes = {dtype for dtype, _ in found}
-                    if len(dtypes) != 1 or len({len(piece.shape) for _, piece in found}) != 1:
-                        raise Refused(f"the pieces of {name!r} have different dtypes or dimensions")
-                    ends = [[o + n for o, n in zip(piece.offset, piece.shape, strict=True)] for _, piece in found]
-                    shape = tuple(map(max, zip(*ends, strict=True)))
-                    self.tensors[name] = SavedTensor(
-                        dtypes.pop(), shape, [piece for _, piece in found if math.prod(piece.shape)]
-                    )
-                    check_cover(name, self.tensors[name])
-        except UserError:
-            self.close()
-            raise
+        self._files: dict[str, Any] = {}
+        self._stack = ExitStack()
+        with explained(self.path):
+            for file in sorted(self.path.glob("*.safetensors")):
+                self._add(file)
+            for name, tensor in self.tensors.items():
+                check_cover(name, tensor)
 
-    def _read_header(self, path: Path, pieces: dict[str, list[tuple[torch.dtype, SavedPiece]]]) -> None:
-        file = CheckedFile(path, path.stat().st_size, None)
-        self._files[path.name] = file, {}
-        try:
-            header = tensorfile.header(cast(BinaryIO, file), file.size)
-            self._files[path.name] = file, header
-            file.seek(0)
-            metadata = files.from_json(file.read(int.from_bytes(file.read(8), "little"))).get("__metadata__", {})
-            sharding = files.from_json(metadata[SHARDING].encode()) if SHARDING in metadata else {}
-        except Refused as error:
-            raise Refused(f"{path.name}: {error}") from None
-        for name, (dtype, shape, _) in header.items():
+    def _add(self, path: Path) -> None:
+        """Add the pieces in a file. The shape of a tensor is the least that holds all of its pieces."""
+        files.open_plainly(path).close()
+        header, metadata = read_header(path)
+        sharding = files.from_json(metadata["DCP_SHARDING_INFO"].encode()) if "DCP_SHARDING_INFO" in metadata else {}
+        for name, (dtype, shape) in ((name, (each.dtype, each.shape)) for name, each in header.items()):
             info = sharding.get(name, {}) if isinstance(sharding, dict) else {}
             offset = info.get("saved_offsets", [0] * len(shape)) if isinstance(info, dict) else None
-            if offset is None or not tensorfile.is_shape(offset) or len(offset) != len(shape):
-                raise Refused(f"{path.name}: the offset of {name!r} is impossible: {offset!r:.80}")
-            pieces.setdefault(name, []).append((dtype, SavedPiece(path.name, name, tuple(offset), tuple(shape))))
+            if not isinstance(offset, list) or not is_shape(offset) or len(offset) != len(shape):
+                raise Refused(f"{path.name}: the offset of {name!r} is impossible")
+            piece = SavedPiece(path.name, name, tuple(offset), shape)
+            known = self.tensors.get(name, SavedTensor(dtype, (0,) * len(shape)))
+            if known.dtype != dtype or len(known.shape) != len(shape):
+                raise Refused(f"the pieces of {name!r} have different dtypes or dimensions")
+            whole = tuple(max(size, end) for size, (_, end) in zip(known.shape, piece.box, strict=True))
+            self.tensors[name] = SavedTensor(dtype, whole, [*known.pieces, *([piece] if math.prod(shape) else [])])
 
-    def _fill_piece(self, saved: SavedTensor, piece: SavedPiece, ranges: list[tuple[int, int]], target: Tensor) -> None:
-        file, header = self._files[piece.file]
-        self._copy_blocks(file, header[piece.key][2], saved, piece, ranges, target)
+    def _fill_piece(self, saved: SavedTensor, piece: SavedPiece, box: Box, target: Tensor) -> None:
+        if piece.file not in self._files:
+            self._files[piece.file] = self._stack.enter_context(safe_open(self.path / piece.file, "pt"))
+        file = self._files[piece.file]
+        try:
+            part = file.get_slice(piece.key)[tuple(slice(*pair) for pair in box)] if box else file.get_tensor(piece.key)
+        except SafetensorError as error:
+            raise Refused(f"{piece.file}: the tensor {piece.key!r:.120} cannot be read ({error!s:.120})") from None
+        if part.dtype == torch.bool and bool((part.view(torch.uint8) > 1).any()):
+            raise Refused(f"{piece.file}: the booleans of {piece.key!r:.120} are neither 0 nor 1")
+        target.copy_(part)
 
     def close(self) -> None:
         """Close all files."""
-        for file, _ in self._files.values():
-            file.close()
+        self._stack.close()
 
 
 def is_dcp(path: str | Path) -> bool:

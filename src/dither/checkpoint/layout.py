@@ -1,9 +1,7 @@
-"""The pieces of a tensor that a rank holds: boxes of the whole tensor, with the place of each in the local part."""
+"""The box of a tensor that a rank holds."""
 
-import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,27 +10,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from dither.errors import UserError
 
-Intervals = tuple[tuple[int, int], ...]
-"""Ranges (begin, end) of indices of one dimension, in the order in which the local part holds them."""
-
-MOST_PIECES = 1 << 16
-"""The most pieces of one tensor on one rank. A layout has one, unless it is strided."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A box of a whole tensor."""
-
-    offset: tuple[int, ...]
-    """Its first index in each dimension of the whole tensor."""
-    shape: tuple[int, ...]
-    start: tuple[int, ...]
-    """Its first index in each dimension of the local part."""
-
-    @property
-    def local(self) -> tuple[slice, ...]:
-        """The slices of the local part that hold the piece."""
-        return tuple(slice(begin, begin + size) for begin, size in zip(self.start, self.shape, strict=True))
+Box = tuple[tuple[int, int], ...]
+"""The first index and the end of a part of a tensor, by dimension."""
 
 
 def local_part(x: Tensor) -> Tensor:
@@ -41,120 +20,69 @@ def local_part(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def pieces_of(x: Tensor, name: str = "tensor") -> list[Piece]:
-    """Return the pieces that this rank holds of a tensor: one for a whole tensor, none for an empty part.
+def box_of(x: Tensor, name: str = "tensor") -> Box | None:
+    """Return the box that this rank holds of a tensor, or None if it holds nothing of it.
 
-    >>> pieces_of(torch.ones(2, 3))
-    [Piece(offset=(0, 0), shape=(2, 3), start=(0, 0))]
+    >>> box_of(torch.ones(2, 3))
+    ((0, 2), (0, 3))
     """
-    shape = tuple(x.shape)
     if not isinstance(x, DTensor):
-        return [Piece((0,) * len(shape), shape, (0,) * len(shape))] if x.numel() else []
-    coordinate = x.device_mesh.get_coordinate()
-    if coordinate is None:  # this rank is not part of the mesh
-        return []
-    for placement in x.placements:
-        if not (placement.is_replicate() or _dimension(placement) is not None):
-            raise UserError(f"The tensor {name!r} has the placement {placement}, which is not saved: reduce it first.")
-    ranges = [
-        _intervals(size, dimension, x.device_mesh.mesh.shape, coordinate, x.placements) for dimension, size in enumerate(shape)
-    ]
-    expected = tuple(sum(end - begin for begin, end in intervals) for intervals in ranges)
-    found = tuple(local_part(x).shape)
-    if expected != found and math.prod(expected) + math.prod(found):
+        return tuple((0, size) for size in x.shape) if x.numel() else None
+    box, held = _local_box(x, x.shape, name), tuple(local_part(x).shape)
+    expected = tuple(end - begin for begin, end in box)
+    if expected != held and math.prod(expected) + math.prod(held):
         raise UserError(
-            f"The local part of the tensor {name!r} has the shape {list(found)}, and its placements {list(x.placements)} of "
-            f"{list(shape)} give {list(expected)}: a shard boundary splits what must stay together."
+            f"The local part of the tensor {name!r} has the shape {list(held)}, and its placements {list(x.placements)} of "
+            f"{list(x.shape)} give {list(expected)}: a shard boundary splits what must stay together."
         )
-    if math.prod(map(len, ranges)) > MOST_PIECES:
-        raise UserError(f"The layout of the tensor {name!r} has more than {MOST_PIECES} pieces per rank: redistribute it.")
-    starts = [[0, *itertools.accumulate(end - begin for begin, end in intervals)] for intervals in ranges]
-    pieces = []
-    for numbers in itertools.product(*(range(len(intervals)) for intervals in ranges)):
-        boxes = [intervals[number] for intervals, number in zip(ranges, numbers, strict=True)]
-        size = tuple(end - begin for begin, end in boxes)
-        if math.prod(size):
-            start = tuple(starts[dimension][number] for dimension, number in enumerate(numbers))
-            pieces.append(Piece(tuple(begin for begin, _ in boxes), size, start))
-    return pieces
-
-
-def _dimension(placement: Placement) -> int | None:
-    """Return the dimension that a placement shards, or None if it shards none."""
-    if isinstance(placement, _StridedShard) or placement.is_shard():
-        return int(placement.dim)  # type: ignore[attr-defined]
-    return None
-
-
-def _intervals(
-    size: int, dimension: int, mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
-) -> Intervals:
-    """Return the indices of a dimension that the rank at a coordinate of the mesh holds."""
-    order = [number for number, placement in enumerate(placements) if _dimension(placement) == dimension]
-    factors = {n: int(p.split_factor) for n in order if isinstance(p := placements[n], _StridedShard)}
-    if order and list(factors) == order[:1] and factors[order[0]] == math.prod(mesh[number] for number in order[1:]):
-        # FSDP2 over tensor parallelism: FSDP2 cuts what tensor parallelism has cut already. Read from left to right, the
-        # placements say the same if all parts are equal, and something else if not.
-        order, factors = [*order[1:], order[0]], {}
-    intervals: Intervals = ((0, size),) if size else ()
-    for number in order:
-        count, place = mesh[number], coordinate[number]
-        split = factors.get(number, 1)
-        parts = [_chunk(_chunk(intervals, split, part), count, place) for part in range(split)]
-        intervals = _joined(itertools.chain.from_iterable(parts))
-    return intervals
-
-
-def _chunk(intervals: Intervals, count: int, place: int) -> Intervals:
-    """Return chunk number `place` of `count`, of equal sizes but for the last ones, as torch.chunk cuts them."""
-    total = sum(end - begin for begin, end in intervals)
-    size = -(-total // count)
-    low, high = min(place * size, total), min((place + 1) * size, total)
-    found, at = [], 0
-    for begin, end in intervals:
-        first, last = max(begin, begin + low - at), min(end, begin + high - at)
-        if first < last:
-            found.append((first, last))
-        at += end - begin
-    return tuple(found)
-
-
-def _joined(intervals: "itertools.chain[tuple[int, int]]") -> Intervals:
-    found: list[tuple[int, int]] = []
-    for begin, end in intervals:
-        if found and found[-1][1] == begin:
-            found[-1] = (found[-1][0], end)
-        else:
-            found.append((begin, end))
-    return tuple(found)
-
-
-def overlap(
-    offset: Sequence[int], shape: Sequence[int], other: Sequence[int], size: Sequence[int]
-) -> tuple[tuple[int, int], ...] | None:
-    """Return the box common to two boxes as (begin, end) per dimension, or None.
-
-    >>> overlap((0, 2), (4, 4), (2, 0), (4, 3))
-    ((2, 4), (2, 3))
-    """
-    box = []
-    for a, n, b, m in zip(offset, shape, other, size, strict=True):
-        begin, end = max(a, b), min(a + n, b + m)
-        if begin >= end:
-            return None
-        box.append((begin, end))
-    return tuple(box)
+    return box if math.prod(expected) else None
 
 
 def empty_like(x: DTensor, dtype: torch.dtype, shape: Sequence[int]) -> DTensor:
     """Return an uninitialized DTensor of a dtype and shape, in the layout and on the device of another one."""
-    coordinate = x.device_mesh.get_coordinate()
     size = torch.Size(shape)
-    sides = [0] * len(size)
-    if coordinate is not None:
-        for dimension, side in enumerate(size):
-            intervals = _intervals(side, dimension, x.device_mesh.mesh.shape, coordinate, x.placements)
-            sides[dimension] = sum(end - begin for begin, end in intervals)
-    local = torch.empty(sides, dtype=dtype, device=local_part(x).device)
+    local = torch.empty([end - begin for begin, end in _local_box(x, size)], dtype=dtype, device=local_part(x).device)
     stride = tuple(math.prod(size[i + 1 :]) for i in range(len(size)))
     return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False, shape=size, stride=stride)
+
+
+def overlap(first: Box, second: Box) -> Box | None:
+    """Return the box common to two boxes, or None.
+
+    >>> overlap(((0, 4), (2, 6)), ((2, 6), (0, 3)))
+    ((2, 4), (2, 3))
+    """
+    box = tuple((max(a, b), min(c, d)) for (a, c), (b, d) in zip(first, second, strict=True))
+    return box if all(begin < end for begin, end in box) else None
+
+
+def _local_box(x: DTensor, shape: Sequence[int], name: str = "tensor") -> Box:
+    """Return the box that this rank has of a tensor of some shape in the layout of `x`."""
+    coordinate = x.device_mesh.get_coordinate()
+    if coordinate is None:  # this rank is not part of the mesh
+        return ((0, 0),) * len(shape)
+    sharded = {number: _sharded_dimension(placement) for number, placement in enumerate(x.placements)}
+    if wrong := [p for p, d in zip(x.placements, sharded.values(), strict=True) if d is None and not p.is_replicate()]:
+        raise UserError(f"The tensor {name!r} has the placement {wrong[0]}, which is not saved: reduce it first.")
+    box = []
+    for dimension, size in enumerate(shape):
+        order = [number for number, found in sharded.items() if found == dimension]
+        factors = {n: int(p.split_factor) for n in order if isinstance(p := x.placements[n], _StridedShard)}
+        if factors:
+            # FSDP2 over tensor parallelism: FSDP2 shards what tensor parallelism has sharded already.
+            if list(factors) != order[:1] or factors[order[0]] != math.prod(x.device_mesh.size(n) for n in order[1:]):
+                raise UserError(f"The parts of the tensor {name!r} in {list(x.placements)} are strided: redistribute it first.")
+            order = [*order[1:], order[0]]
+        begin, end = 0, size
+        for number in order:  # equal parts but for the last ones, as torch.chunk cuts them
+            part = -(-(end - begin) // x.device_mesh.size(number))
+            begin, end = min(begin + coordinate[number] * part, end), min(begin + (coordinate[number] + 1) * part, end)
+        box.append((begin, end))
+    return tuple(box)
+
+
+def _sharded_dimension(placement: Placement) -> int | None:
+    """Return the dimension that a placement shards, or None if it shards none."""
+    if isinstance(placement, _StridedShard) or placement.is_shard():
+        return int(placement.dim)  # type: ignore[attr-defined]
+    return None

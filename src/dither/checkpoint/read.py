@@ -1,53 +1,139 @@
-"""Reading of checkpoints in parts: each rank reads the bytes that it needs, and verifies them.
-
-Files that several ranks wrote have hashes of chunks, which are compared whenever a chunk is read. A file of a whole checkpoint
-has one hash, which is compared when it is opened.
-"""
+"""Read checkpoints in parts: each rank reads the bytes that it needs, and verifies them."""
 
 import hashlib
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Self, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dither import files
-from dither.checkpoint import index, manifest, tensorfile
-from dither.checkpoint.index import CHUNK, ChunkHashes, SavedPiece, SavedTensor
-from dither.checkpoint.layout import local_part, overlap, pieces_of
-from dither.checkpoint.manifest import Manifest
+from dither.checkpoint import format
+from dither.checkpoint.format import CHUNK, ChunkHashes, FileTensor, Manifest, SavedPiece, SavedTensor, explained
+from dither.checkpoint.layout import Box, box_of, empty_like, local_part, overlap
 from dither.errors import UserError
 from dither.files import Refused
 
 BLOCK = 16 << 20
 """The most bytes that are read at a time."""
 
+ROW = 1 << 20
+"""The most bytes of a row of which only a part is wanted and which is read as a whole."""
+
 MOST_OPEN = 64
 """The most files that are open at a time."""
 
 
+class TensorSource:
+    """Tensors in pieces, of which parts are read.
+
+    Args:
+        path: The folder that holds them.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.tensors: dict[str, SavedTensor] = {}
+
+    def read(self, name: str, like: Tensor | None = None) -> Tensor:
+        """Return a tensor: the part of it that this rank holds of the DTensor `like`, or else all of it, on the CPU."""
+        if not isinstance(like, DTensor):
+            return self.box(name)
+        target = empty_like(like, self.saved(name).dtype, self.saved(name).shape)
+        self.fill(name, target)
+        return target
+
+    def fill(self, name: str, target: Tensor) -> None:
+        """Copy a tensor into one of the same dtype and shape: whole, or a DTensor of any layout, on any device."""
+        saved = self.saved(name)
+        if (saved.dtype, saved.shape) != (target.dtype, tuple(target.shape)):
+            raise UserError(
+                f"The tensor {name!r} was saved as {saved.dtype} {saved.shape}, and {target.dtype} {tuple(target.shape)} is "
+                "wanted."
+            )
+        box = box_of(target, name)
+        if box is not None:
+            self._fill_box(saved, box, local_part(target))
+
+    def box(self, name: str, box: Sequence[tuple[int, int]] | None = None) -> Tensor:
+        """Return a tensor on the CPU, or the part of it given by a (begin, end) per dimension."""
+        saved = self.saved(name)
+        whole = tuple((0, size) for size in saved.shape) if box is None else tuple(box)
+        part = torch.empty([end - begin for begin, end in whole], dtype=saved.dtype)
+        if part.numel():
+            self._fill_box(saved, whole, part)
+        return part
+
+    def saved(self, name: str) -> SavedTensor:
+        """Return the dtype, shape and pieces of a tensor; raise a UserError if it is not there."""
+        if name not in self.tensors:
+            raise UserError(f"The checkpoint {str(self.path)!r} has no tensor {name!r}.")
+        return self.tensors[name]
+
+    def _fill_box(self, saved: SavedTensor, box: Box, target: Tensor) -> None:
+        with explained(self.path):
+            for piece in saved.pieces:
+                if (common := overlap(box, piece.box)) is not None:
+                    into = tuple(slice(low - begin, high - begin) for (low, high), (begin, _) in zip(common, box, strict=True))
+                    inner = tuple((low - at, high - at) for (low, high), at in zip(common, piece.offset, strict=True))
+                    self._fill_piece(saved, piece, inner, target[into] if target.dim() else target)
+
+    def _fill_piece(self, saved: SavedTensor, piece: SavedPiece, box: Box, target: Tensor) -> None:
+        """Copy a box of a piece."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Close all files."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class LoadedTensors(TensorSource):
+    """Tensors in memory, read like those of a checkpoint."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__("memory")
+        self._values = tensors
+        for name, tensor in tensors.items():
+            whole = [SavedPiece("", name, (0,) * tensor.dim(), tuple(tensor.shape))]
+            self.tensors[name] = SavedTensor(tensor.dtype, tuple(tensor.shape), whole)
+
+    def read(self, name: str, like: Tensor | None = None) -> Tensor:
+        """Return a tensor as it is, or in the layout of the DTensor `like`."""
+        value = self._values[name]
+        return value if isinstance(value, DTensor) or not isinstance(like, DTensor) else super().read(name, like)
+
+    def _fill_piece(self, saved: SavedTensor, piece: SavedPiece, box: Box, target: Tensor) -> None:
+        target.copy_(self._values[piece.key][tuple(slice(*pair) for pair in box)])
+
+
 class CheckedFile:
-    """A file whose chunks are compared with their hashes whenever they are read.
+    """A file of tensors whose chunks are compared with their hashes whenever they are read.
 
     Args:
         path: A regular file.
-        size: The number of bytes that it must have.
-        hashes: The hash of each chunk, or None if the file was verified as a whole after it was opened.
+        hashes: The hash of each chunk.
+        expected: The dtypes and shapes of its tensors.
     """
 
-    def __init__(self, path: Path, size: int, hashes: Sequence[str] | None) -> None:
+    def __init__(self, path: Path, hashes: Sequence[str], expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
         self._file = files.open_plainly(path)
-        self.name, self.size, self.hashes = path.name, size, hashes
+        self.name, self.hashes = path.name, hashes
         self.bytes_read = 0
-        self._number, self._chunk, self._at = -1, b"", 0
-        found = os.fstat(self._file.fileno()).st_size
-        if found != size:
+        self._number, self._chunk = -1, b""
+        try:
+            self.tensors: dict[str, FileTensor] = _checked_header(path, expected)
+        except Refused:
             self.close()
-            raise Refused(f"{path.name}: it has {found} bytes where the manifest says {size}")
+            raise
 
     def between(self, begin: int, end: int) -> bytearray:
         """Return the bytes from `begin` to `end`."""
@@ -67,122 +153,32 @@ class CheckedFile:
             while part := os.pread(self._file.fileno(), CHUNK - len(data), number * CHUNK + len(data)):
                 data = data + part if data else part
             self.bytes_read += len(data)
-            known = self.hashes
-            if known is not None and (number >= len(known) or hashlib.sha256(data).hexdigest() != known[number]):
+            if number >= len(self.hashes) or hashlib.sha256(data).hexdigest() != self.hashes[number]:
                 raise Refused(f"{self.name}: its SHA-256 at byte {number * CHUNK} is not the saved one: a bit changed")
             self._number, self._chunk = number, data
         return self._chunk
-
-    def digest(self) -> str:
-        """Return the SHA-256 of the whole file."""
-        self.bytes_read += self.size
-        return files.digest(self._file)
-
-    def seek(self, at: int) -> int:
-        """Move to a byte."""
-        self._at = at
-        return at
-
-    def read(self, count: int) -> bytes:
-        """Return the next bytes."""
-        begin, self._at = self._at, min(self._at + count, self.size)
-        return bytes(self.between(begin, self._at))
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
 
-class TensorSource:
-    """Tensors in pieces, of which parts are read.
-
-    Args:
-        path: The folder that holds them.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.tensors: dict[str, SavedTensor] = {}
-
-    def fill(self, name: str, target: Tensor) -> None:
-        """Copy a tensor into one of the same dtype and shape: whole, or a DTensor of any layout, on any device."""
-        saved = self._saved(name)
-        if (saved.dtype, saved.shape) != (target.dtype, tuple(target.shape)):
-            raise UserError(
-                f"The tensor {name!r} was saved as {saved.dtype} {saved.shape}, and {target.dtype} {tuple(target.shape)} is "
-                "wanted."
-            )
-        local = local_part(target)
-        with explained(self.path):
-            for piece in pieces_of(target, name):
-                self._fill_box(saved, piece.offset, local[piece.local] if local.dim() else local)
-
-    def box(self, name: str, ranges: Sequence[tuple[int, int]] | None = None) -> Tensor:
-        """Return a tensor on the CPU, or the part of it given by a (begin, end) per dimension."""
-        saved = self._saved(name)
-        ranges = [(0, size) for size in saved.shape] if ranges is None else ranges
-        part = torch.empty([end - begin for begin, end in ranges], dtype=saved.dtype)
-        with explained(self.path):
-            if part.numel():
-                self._fill_box(saved, [begin for begin, _ in ranges], part)
-        return part
-
-    def _saved(self, name: str) -> SavedTensor:
-        if name not in self.tensors:
-            raise UserError(f"The checkpoint {str(self.path)!r} has no tensor {name!r}.")
-        return self.tensors[name]
-
-    def _fill_box(self, saved: SavedTensor, offset: Sequence[int], target: Tensor) -> None:
-        for piece in saved.pieces:
-            common = overlap(offset, target.shape, piece.offset, piece.shape)
-            if common is None:
-                continue
-            into = tuple(slice(low - begin, high - begin) for (low, high), begin in zip(common, offset, strict=True))
-            wanted = [(low - begin, high - begin) for (low, high), begin in zip(common, piece.offset, strict=True)]
-            self._fill_piece(saved, piece, wanted, target[into] if target.dim() else target)
-
-    def _fill_piece(self, saved: SavedTensor, piece: SavedPiece, ranges: list[tuple[int, int]], target: Tensor) -> None:
-        """Copy a box of a piece, given by a (begin, end) per dimension."""
-        raise NotImplementedError
-
-    def _copy_blocks(
-        self,
-        file: CheckedFile,
-        begin: int,
-        saved: SavedTensor,
-        piece: SavedPiece,
-        ranges: list[tuple[int, int]],
-        target: Tensor,
-    ) -> None:
-        """Copy a box of a piece whose bytes begin at `begin` of a file."""
-        itemsize = saved.dtype.itemsize
-        for first, shape, inner, place in _blocks(piece.shape, ranges, itemsize):
-            data = file.between(begin + first * itemsize, begin + (first + math.prod(shape)) * itemsize)
-            values = torch.frombuffer(data, dtype=torch.uint8)
-            if saved.dtype == torch.bool and bool((values > 1).any()):
-                raise Refused(f"{piece.file}: the booleans of {piece.key!r} are neither 0 nor 1")
-            values = values.view(saved.dtype).view(shape)
-            (target[place] if target.dim() else target).copy_(values[inner] if values.dim() else values)
-
-    def close(self) -> None:
-        """Close all files."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+def _checked_header(path: Path, expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, FileTensor]:
+    tensors, _ = format.read_header(path)
+    if {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()} != expected:
+        raise Refused(f"{path.name}: its tensors are not those of its index")
+    return tensors
 
 
 class SavedTensors(TensorSource):
-    """The tensors of a checkpoint, read in parts and verified. Whole checkpoints and those of several ranks read alike.
+    """The tensors and plain values of a checkpoint. Tensors are read in parts and verified.
 
     Args:
-        path: The folder of a checkpoint.
+        path: The folder of a checkpoint, which any number of ranks wrote in any layout.
 
     >>> import tempfile
-    >>> from dither.train import checkpoint
-    >>> path = checkpoint.save(tempfile.mkdtemp(), 5, tensors={"weight": torch.eye(4)}, plain={"seed": 1})
+    >>> from dither.checkpoint import save
+    >>> path = save(tempfile.mkdtemp(), 5, tensors={"weight": torch.eye(4)}, plain={"seed": 1})
     >>> with SavedTensors(path) as saved:
     ...     saved.tensors["weight"].shape, saved.plain, saved.box("weight", [(1, 2), (0, 3)])
     ((4, 4), {'seed': 1}, tensor([[0., 1., 0.]]))
@@ -190,75 +186,71 @@ class SavedTensors(TensorSource):
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
-        self._files: dict[str, tuple[CheckedFile, dict[str, tuple[torch.dtype, list[int], int]]]] = {}
+        self._open: dict[str, CheckedFile] = {}
         self._closed_bytes = 0
-        try:
-            with explained(self.path):
-                self.manifest: Manifest = manifest.read(self.path)
-                self.plain: dict[str, Any] = manifest.read_plain(self.path, self.manifest)
-                self._hashes: dict[str, list[str]] | None = None
-                if self.manifest.version == manifest.SHARDED:
-                    self.tensors, self._hashes = index.read(self.path, self.manifest)
-                else:
-                    self.tensors = self._whole()
-        except UserError:
-            self.close()
-            raise
+        with explained(self.path):
+            self.manifest: Manifest = format.read_manifest(self.path)
+            self.plain: dict[str, Any] = format.read_listed(self.path, self.manifest, format.PLAIN)
+            self.tensors, self._hashes = format.read_indexes(self.path, self.manifest)
+            self._expected: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {name: {} for name in self._hashes}
+            for tensor in self.tensors.values():
+                for piece in tensor.pieces:
+                    if piece.key in self._expected[piece.file]:
+                        raise Refused(f"{piece.file} has the piece {piece.key!r} twice")
+                    self._expected[piece.file][piece.key] = tensor.dtype, piece.shape
 
     @property
     def bytes_read(self) -> int:
         """The number of bytes read so far, without plain values and indexes."""
-        return self._closed_bytes + sum(file.bytes_read for file, _ in self._files.values())
+        return self._closed_bytes + sum(file.bytes_read for file in self._open.values())
 
-    def _whole(self) -> dict[str, SavedTensor]:
-        """Return the tensors of a checkpoint of version 1, after verifying its files."""
-        tensors: dict[str, SavedTensor] = {}
-        for name in self.manifest.files:
-            if name == manifest.PLAIN:
-                continue
-            for key, (dtype, shape, _) in self._open(name)[1].items():
-                if key in tensors:
-                    raise Refused(f"two files have a tensor {key!r}")
-                pieces = [SavedPiece(name, key, (0,) * len(shape), tuple(shape))] if math.prod(shape) else []
-                tensors[key] = SavedTensor(dtype, tuple(shape), pieces)
-        return tensors
+    def verify(self) -> None:
+        """Verify all files; raise a UserError if anything is wrong."""
+        with explained(self.path):
+            for name, hashes in sorted(self._hashes.items()):
+                self._verify_file(name, hashes)
 
-    def _open(self, name: str) -> tuple[CheckedFile, dict[str, tuple[torch.dtype, list[int], int]]]:
-        if name not in self._files:
-            while len(self._files) >= MOST_OPEN:
-                self._shut(next(iter(self._files)))
-            entry = self.manifest.files[name]
-            file = CheckedFile(self.path / name, entry["bytes"], None if self._hashes is None else self._hashes[name])
-            try:
-                if self._hashes is None and file.digest() != entry["sha256"]:
-                    raise Refused("its SHA-256 is not the manifest's: a bit changed since it was saved")
-                self._files[name] = file, tensorfile.header(cast(BinaryIO, file), file.size)
-            except Refused as error:
-                raise Refused(f"{name}: {error}") from None
-            finally:
-                if name not in self._files:
-                    file.close()
-        return self._files[name]
+    def _verify_file(self, name: str, hashes: list[str]) -> None:
+        sha256, chunks, buffer = hashlib.sha256(), ChunkHashes(), memoryview(bytearray(files.CHUNK))
+        with files.open_plainly(self.path / name) as file:
+            while count := file.readinto(buffer):  # type: ignore[attr-defined]
+                sha256.update(buffer[:count])
+                chunks.update(buffer[:count])
+        if sha256.hexdigest() != self.manifest.files[name]["sha256"]:
+            raise Refused(f"{name}: its SHA-256 is not the manifest's: a bit changed since it was saved")
+        if chunks.finished() != hashes:
+            raise Refused(f"{name}: the hashes of its chunks are not those of its index")
+        # The header is checked in any case: a matching hash shows that nothing changed, not that it was valid.
+        _checked_header(self.path / name, self._expected[name])
+
+    def _fill_piece(self, saved: SavedTensor, piece: SavedPiece, box: Box, target: Tensor) -> None:
+        if piece.file not in self._open:
+            while len(self._open) >= MOST_OPEN:
+                self._shut(next(iter(self._open)))
+            self._open[piece.file] = CheckedFile(self.path / piece.file, self._hashes[piece.file], self._expected[piece.file])
+        file, size = self._open[piece.file], saved.dtype.itemsize
+        begin = file.tensors[piece.key].begin
+        for first, shape, inner, place in _blocks(piece.shape, box, size):
+            data = file.between(begin + first * size, begin + (first + math.prod(shape)) * size)
+            values = torch.frombuffer(data, dtype=torch.uint8)
+            if saved.dtype == torch.bool and bool((values > 1).any()):
+                raise Refused(f"{piece.file}: the booleans of {piece.key!r} are neither 0 nor 1")
+            values = values.view(saved.dtype).view(shape)
+            (target[place] if target.dim() else target).copy_(values[inner] if values.dim() else values)
 
     def _shut(self, name: str) -> None:
-        file, _ = self._files.pop(name)
+        file = self._open.pop(name)
         self._closed_bytes += file.bytes_read
         file.close()
 
-    def _fill_piece(self, saved: SavedTensor, piece: SavedPiece, ranges: list[tuple[int, int]], target: Tensor) -> None:
-        file, header = self._open(piece.file)
-        if header.get(piece.key, (None, None))[:2] != (saved.dtype, list(piece.shape)):
-            raise Refused(f"{piece.file} has no tensor {piece.key!r} of {saved.dtype} {list(piece.shape)}, as its index says")
-        self._copy_blocks(file, header[piece.key][2], saved, piece, ranges, target)
-
     def close(self) -> None:
         """Close all files."""
-        for name in list(self._files):
+        for name in list(self._open):
             self._shut(name)
 
 
 def _blocks(
-    shape: Sequence[int], ranges: Sequence[tuple[int, int]], itemsize: int
+    shape: Sequence[int], box: Sequence[tuple[int, int]], itemsize: int
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[slice, ...], tuple[slice | int, ...]]]:
     """Yield blocks of consecutive elements of a tensor that together hold a box of it, each of about BLOCK bytes at most.
 
@@ -270,69 +262,71 @@ def _blocks(
     if not shape:
         yield 0, (), (), ()
         return
-    (low, high), inner = ranges[0], math.prod(shape[1:])
-    whole = all(pair == (0, size) for pair, size in zip(ranges[1:], shape[1:], strict=True))
-    if len(shape) > 1 and inner * itemsize > (BLOCK if whole else CHUNK):
+    (low, high), inner = box[0], math.prod(shape[1:])
+    whole = all(pair == (0, size) for pair, size in zip(box[1:], shape[1:], strict=True))
+    if len(shape) > 1 and inner * itemsize > (BLOCK if whole else ROW):
         for row in range(low, high):
-            for first, block, box, place in _blocks(shape[1:], ranges[1:], itemsize):
-                yield row * inner + first, block, box, (row - low, *place)
+            for first, block, part, place in _blocks(shape[1:], box[1:], itemsize):
+                yield row * inner + first, block, part, (row - low, *place)
         return
     rows = max(1, BLOCK // max(1, inner * itemsize))
-    rest = tuple(slice(begin, end) for begin, end in ranges[1:])
+    rest = tuple(slice(begin, end) for begin, end in box[1:])
     for row in range(low, high, rows):
         last = min(row + rows, high)
         yield row * inner, (last - row, *shape[1:]), (slice(0, last - row), *rest), (slice(row - low, last - low),)
 
 
-def verified(path: Path, entry: Mapping[str, Any]) -> tuple[list[str], dict[str, tuple[torch.dtype, list[int], int]]]:
-    """Return the hashes of chunks and the header of a file of tensors; raise Refused unless it is what the manifest says."""
-    try:
-        with files.open_plainly(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != entry["bytes"]:
-                raise Refused(f"it has {size} bytes where the manifest says {entry['bytes']}")
-            sha256, chunks, buffer = hashlib.sha256(), ChunkHashes(), memoryview(bytearray(files.CHUNK))
-            while count := file.readinto(buffer):  # type: ignore[attr-defined]
-                sha256.update(buffer[:count])
-                chunks.update(buffer[:count])
-            if sha256.hexdigest() != entry["sha256"]:
-                raise Refused("its SHA-256 is not the manifest's: a bit changed since it was saved")
-            # The header is checked in any case: a matching hash shows that nothing changed, not that it was valid.
-            return chunks.finished(), tensorfile.header(file, size)
-    except Refused as error:
-        raise Refused(f"{path.name}: {error}") from None
+# Whole checkpoints ----------------------------------------------------------------------------------------------------
 
 
-def verify_files(path: Path, share: tuple[int, int] = (0, 1)) -> None:
-    """Verify all files of a sharded checkpoint, or this rank's share of them; raise Refused if anything is wrong.
+def load(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors, on the CPU, and the plain values of a checkpoint, after checking sizes and hashes."""
+    with SavedTensors(path) as saved:
+        return {name: saved.box(name) for name in saved.tensors}, saved.plain
 
-    Args:
-        path: The folder of the checkpoint.
-        share: The number of this rank and the number of ranks that verify the files together.
+
+def verify(path: str | Path) -> None:
+    """Check everything that `load` checks, without keeping the tensors; raise a UserError if anything is wrong.
+
+    >>> import tempfile
+    >>> verify(tempfile.mkdtemp())  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    dither.errors.UserError: The checkpoint '...' is refused: it has no manifest.json, so its save was not finished.
     """
-    found = manifest.read(path)
-    manifest.read_plain(path, found)
-    tensors, hashes = index.read(path, found)
-    expected: dict[str, dict[str, tuple[torch.dtype, list[int]]]] = {name: {} for name in hashes}
-    for tensor in tensors.values():
-        for piece in tensor.pieces:
-            if piece.key in expected[piece.file]:
-                raise Refused(f"{piece.file} has the piece {piece.key!r} twice")
-            expected[piece.file][piece.key] = tensor.dtype, list(piece.shape)
-    for name in sorted(hashes)[share[0] :: share[1]]:
-        chunks, header = verified(path / name, found.files[name])
-        if chunks != hashes[name]:
-            raise Refused(f"{name}: the hashes of its chunks are not those of its index")
-        if {key: (dtype, shape) for key, (dtype, shape, _) in header.items()} != expected[name]:
-            raise Refused(f"{name}: its tensors are not those of its index")
+    with SavedTensors(path) as saved:
+        saved.verify()
 
 
-@contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """Turn Refused and OSError into a UserError that names the checkpoint."""
-    try:
-        yield
-    except Refused as error:
-        raise UserError(f"The checkpoint {str(path)!r} is refused: {error}.") from None
-    except OSError as error:
-        raise UserError(f"The checkpoint {str(path)!r} cannot be read: {error}.") from None
+def newest(folder: str | Path, *, before: int | None = None) -> tuple[Path | None, list[tuple[Path, str]]]:
+    """Return the newest whole checkpoint or None, and those that were skipped, each with the reason.
+
+    With `before`, return the newest of earlier steps; if there is none, the oldest.
+
+    >>> import tempfile, torch
+    >>> from dither.checkpoint import save
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> _ = save(folder, 100, tensors={"weight": torch.ones(2)}, plain={})
+    >>> (folder / "step-00000200").mkdir()
+    >>> path, skipped = newest(folder)
+    >>> path.name, [path.name for path, _ in skipped]
+    ('step-00000100', ['step-00000200'])
+    """
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{str(folder)!r} is not a folder of checkpoints.")
+    skipped = [
+        (path, f"{path.name} is an unfinished save or removal, which the next save removes.")
+        for path in format.leftovers(folder)
+        if not format.was_replaced(path)
+    ]
+    paths = format.steps(folder)
+    if before is not None:
+        paths = [path for path in paths if format.step_of(path) < before] or paths[::-1]
+    for path in paths:
+        try:
+            verify(path)
+        except UserError as error:
+            skipped.append((path, str(error)))
+        else:
+            return path, skipped
+    return None, skipped

@@ -6,96 +6,20 @@ saved too.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from dither.checkpoint.layout import empty_like, local_part, pieces_of
-from dither.checkpoint.read import SavedTensors, TensorSource
+from dither.checkpoint.read import LoadedTensors, TensorSource
 from dither.errors import UserError
 from dither.nn.linear import Linear
-from dither.nn.norms import wide_parameters
 from dither.ops import ranks
 from dither.optim.adamw import AdamW
 from dither.optim.groups import PREVIOUS
 from dither.spec import Plan
-
-
-class Stored:
-    """Tensors by name: those of a mapping, or those of a checkpoint, which are read when they are asked for.
-
-    >>> stored = Stored({"weight": torch.ones(2)})
-    >>> stored.described("weight"), stored.read("weight")
-    ((torch.float32, torch.Size([2])), tensor([1., 1.]))
-    """
-
-    def __init__(self, tensors: "Mapping[str, Tensor] | TensorSource | Stored") -> None:
-        self._tensors: Mapping[str, Tensor] | TensorSource = tensors._tensors if isinstance(tensors, Stored) else tensors
-        names = self._tensors.tensors if isinstance(self._tensors, TensorSource) else self._tensors
-        self.names: list[str] = list(names)
-        self._known = frozenset(self.names)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._known
-
-    def described(self, name: str) -> tuple[torch.dtype, torch.Size]:
-        """Return the dtype and the shape of a tensor."""
-        if isinstance(self._tensors, TensorSource):
-            saved = self._tensors.tensors[name]
-            return saved.dtype, torch.Size(saved.shape)
-        return self._tensors[name].dtype, self._tensors[name].shape
-
-    def read(self, name: str, like: Tensor | None = None) -> Tensor:
-        """Return a tensor: the part of it that this rank holds of the DTensor `like`, or else all of it."""
-        if isinstance(self._tensors, TensorSource):
-            if not isinstance(like, DTensor):
-                return self._tensors.box(name)
-            target = empty_like(like, *self.described(name))
-            self._tensors.fill(name, target)
-            return target
-        value = self._tensors[name]
-        if isinstance(like, DTensor) and not isinstance(value, DTensor):
-            target = empty_like(like, value.dtype, value.shape)
-            local = local_part(target)
-            for piece in pieces_of(target, name):
-                box = tuple(slice(begin, begin + size) for begin, size in zip(piece.offset, piece.shape, strict=True))
-                local[piece.local].copy_(value[box])
-            return target
-        return value
-
-
-class StoredState(Mapping[str, Any]):
-    """The optimizer state of a parameter, whose tensors are read when they are asked for.
-
-    Args:
-        stored: The tensors.
-        parameter: The parameter. States of its shape, and the scales of blocks of its rows, have its layout.
-    """
-
-    def __init__(self, stored: Stored, parameter: Tensor) -> None:
-        self.stored, self.parameter = stored, parameter
-        self.tensors: dict[str, str] = {}
-        self.numbers: dict[str, Any] = {}
-
-    def __getitem__(self, key: str) -> Any:
-        if key not in self.tensors:
-            return self.numbers[key]
-        _, shape = self.stored.described(self.tensors[key])
-        own = self.parameter.shape
-        follows = (shape == own and key != "step") or (key.endswith("_scale") and len(own) > 0 and shape[:-1] == own[:-1])
-        return self.stored.read(self.tensors[key], self.parameter if follows else None)
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self.tensors
-        yield from self.numbers
-
-    def __len__(self) -> int:
-        return len(self.tensors) + len(self.numbers)
-
 
 KEYS = ("step", "same", "layers", "optimizer", "scaler", "plan", "others")
 
@@ -116,19 +40,24 @@ def pack(
     plan: Plan | None = None,
     scaler: torch.amp.GradScaler | None = None,
     others: Mapping[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the state of training as (tensors, plain values) for `checkpoint.save`. The tensors are not copied.
 
     It holds weights, histories of delayed scaling, bitwidths (also of disabled samplings), the precision and seed of each
     layer, the state of the optimizer, and the loss scale.
 
+    With a group this is collective: each rank returns the tensors that it holds, and the plain values of all ranks. Ranks may
+    hold different layers, such as the stages of a pipeline, if the parameters of their optimizers have names.
+
     Args:
-        model: The model.
+        model: The model: all of it, or this rank's stage.
         optimizer: Its optimizer.
         step: The number of steps done.
         plan: The plan of the model.
         scaler: The gradient scaler.
         others: Plain values of the caller, such as the position in the data.
+        group: The ranks that save together; None means this process alone.
 
     >>> import dither, torch
     >>> model = torch.nn.Linear(4, 4)
@@ -141,120 +70,73 @@ def pack(
     """
     values, same = _model_state(model)
     tensors = {f"model:{name}": value for name, value in values.items()}
-    tensors |= {f"resting:{name}:{key}": layer.resting_bitwidths[key] for name, layer, key in _resting(model)}
+    tensors |= {f"resting:{name}:{key}": layer.resting_bitwidths[key] for name, layer, key in resting_bitwidths(model)}
     saved = optimizer.state_dict()
+    groups = [_plain_group(each) for each in saved["param_groups"]]
+    names = {i: key for each, plain in zip(saved["param_groups"], groups, strict=True) for i, key in _pairs(each, plain)}
     numbers: dict[str, dict[str, Any]] = {}
     for index, state in saved["state"].items():
         for key, value in state.items():
             if isinstance(value, Tensor):
-                tensors[f"optimizer:{index}:{key}"] = value
+                tensors[f"optimizer:{names.get(index, index)}:{key}"] = value
             else:
-                numbers.setdefault(str(index), {})[key] = value
-    tensors |= {f"rng:{kind}": state for kind, state in _generators(model)}
+                numbers.setdefault(str(names.get(index, index)), {})[key] = value
+    if group is None or dist.get_rank(group) == 0:
+        tensors |= {f"rng:{kind}": state for kind, state in _generators(model)}
+    parts = {
+        "same": same,
+        "layers": {name: layer_settings(layer) for name, layer in converted_linears(model)},
+        "optimizer": {"groups": groups, "numbers": numbers},
+    }
     return tensors, {
         "step": step,
-        "same": same,
-        "layers": {name: _layer(layer) for name, layer in _layers(model)},
-        "optimizer": {"groups": [_plain_group(group) for group in saved["param_groups"]], "numbers": numbers},
+        **(parts if group is None else _of_all_ranks(parts, sorted(values), group)),
         "scaler": None if scaler is None else scaler.state_dict(),
         "plan": None if plan is None else plan.to_dict(),
         "others": dict(others or {}),
     }
 
 
-def pack_sharded(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    step: int,
-    plan: Plan | None = None,
-    scaler: torch.amp.GradScaler | None = None,
-    others: Mapping[str, Any] | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return what `pack` returns, for `sharded.save`: the tensors that this rank holds, and the plain values of all ranks.
-
-    Collective: every rank of the group calls this. Ranks may hold different layers, such as the stages of a pipeline, if the
-    parameters of their optimizers have names. The state of torch's generators is that of the first rank.
-
-    Args:
-        model: This rank's model: all of it, or a stage.
-        optimizer: Its optimizer.
-        step: The number of steps done.
-        plan: The plan of the model.
-        scaler: The gradient scaler.
-        others: Plain values of the caller. Those of the first rank are saved.
-        group: The process group; None means all ranks.
-
-    >>> import dither, torch
-    >>> model = torch.nn.Linear(4, 4)
-    >>> optimizer = dither.optim.AdamW(model.named_parameters(), lr=1e-2)
-    >>> tensors, plain = pack_sharded(model, optimizer, step=7)
-    >>> sorted(tensors), plain["step"]
-    (['model:bias', 'model:weight', 'rng:cpu'], 7)
-    """
-    tensors, plain = pack(model, optimizer, step=step, plan=plan, scaler=scaler, others=others)
-    own = {key: plain[key] for key in ("same", "layers", "optimizer")}
-    held = sorted(name for name in tensors if name.startswith("model:"))
-    digest = hashlib.sha256(json.dumps([held, own], sort_keys=True).encode()).digest()
-    digests = ranks.gather(digest, group)
-    first = not dist.is_initialized() or dist.get_rank(group) == 0
-    if not first:
-        tensors = {name: value for name, value in tensors.items() if not name.startswith("rng:")}
-    if len(set(digests)) == 1:
-        return tensors, plain
-    everyone = ranks.gather(own, group)
-    groups, numbers = _merged([each["optimizer"] for each in everyone])
-    index = {name: str(i) for each in groups for i, name in zip(each["params"], each["param_names"], strict=True)}
-    names = {
-        str(i): name
-        for each in plain["optimizer"]["groups"]
-        for i, name in zip(each["params"], each["param_names"], strict=True)
-    }
-
-    def renamed(name: str) -> str:
-        kind, *rest = name.split(":")
-        return ":".join((kind, index[names[rest[0]]], *rest[1:])) if kind == "optimizer" else name
-
-    plain["same"] = {key: value for each in everyone for key, value in each["same"].items()}
-    plain["layers"] = {key: value for each in everyone for key, value in each["layers"].items()}
-    plain["optimizer"] = {"groups": groups, "numbers": numbers}
-    return {renamed(name): value for name, value in tensors.items()}, plain
+def _pairs(group: Mapping[str, Any], plain: Mapping[str, Any]) -> Iterator[tuple[int, str | int]]:
+    return zip(group["params"], plain["params"], strict=True)
 
 
-def _merged(optimizers: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
-    """Return the parameter groups and plain states of the optimizers of all ranks as those of one optimizer."""
-    first = optimizers[0]["groups"]
-    names: list[dict[str, None]] = [{} for _ in first]
-    numbers: dict[str, dict[str, Any]] = {}
-    for rank, optimizer in enumerate(optimizers):
-        if len(optimizer["groups"]) != len(first):
-            raise UserError(f"Rank 0 has {len(first)} parameter groups, and rank {rank} has {len(optimizer['groups'])}.")
-        for number, (group, other) in enumerate(zip(optimizer["groups"], first, strict=True)):
-            if group.get("param_names") is None:
+def _of_all_ranks(parts: dict[str, Any], held: list[str], group: dist.ProcessGroup) -> dict[str, Any]:
+    """Return the plain values of all ranks as those of one model. Ranks of a pipeline hold different tensors and layers."""
+    digest = hashlib.sha256(json.dumps([held, parts], sort_keys=True).encode()).digest()
+    if len(set(ranks.gather(digest, group))) == 1:
+        return parts
+    everyone = ranks.gather(parts, group)
+    first = everyone[0]["optimizer"]["groups"]
+    params: list[dict[str, None]] = [{} for _ in first]
+    for rank, each in enumerate(everyone):
+        groups = each["optimizer"]["groups"]
+        if len(groups) != len(first):
+            raise UserError(f"Rank 0 has {len(first)} parameter groups, and rank {rank} has {len(groups)}.")
+        for number, (own, other) in enumerate(zip(groups, first, strict=True)):
+            if any(isinstance(name, int) for name in own["params"]):
                 raise UserError("Ranks hold different parameters, which need names: pass model.named_parameters().")
-            for key in (set(group) | set(other)) - {"params", "param_names"}:
-                if group.get(key) != other.get(key):
+            for key in (set(own) | set(other)) - {"params"}:
+                if own.get(key) != other.get(key):
                     raise UserError(
-                        f"Parameter group {number} has {key}={other.get(key)!r:.80} on rank 0 and {group.get(key)!r:.80} on "
+                        f"Parameter group {number} has {key}={other.get(key)!r:.80} on rank 0 and {own.get(key)!r:.80} on "
                         f"rank {rank}."
                     )
-            names[number] |= dict.fromkeys(group["param_names"])
-            for index, name in zip(group["params"], group["param_names"], strict=True):
-                if str(index) in optimizer["numbers"]:
-                    numbers[name] = optimizer["numbers"][str(index)]
-    groups, count = [], 0
-    for group, named in zip(first, names, strict=True):
-        groups.append({**group, "params": list(range(count, count + len(named))), "param_names": list(named)})
-        count += len(named)
-    index = {name: str(i) for each in groups for i, name in zip(each["params"], each["param_names"], strict=True)}
-    return groups, {index[name]: values for name, values in numbers.items()}
+            params[number] |= dict.fromkeys(own["params"])
+    return {
+        "same": {key: value for each in everyone for key, value in each["same"].items()},
+        "layers": {key: value for each in everyone for key, value in each["layers"].items()},
+        "optimizer": {
+            "groups": [own | {"params": list(names)} for own, names in zip(first, params, strict=True)],
+            "numbers": {key: value for each in everyone for key, value in each["optimizer"]["numbers"].items()},
+        },
+    }
 
 
 def unpack(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    tensors: Mapping[str, Tensor] | SavedTensors,
+    tensors: Mapping[str, Tensor] | TensorSource,
     plain: Mapping[str, Any],
     *,
     scaler: torch.amp.GradScaler | None = None,
@@ -263,7 +145,7 @@ def unpack(
     """Restore the state that `pack` returned into a model, optimizer and scaler that were built like the saved ones.
 
     Everything is checked first: a UserError names what does not fit, and no weight has changed then. If the plan changed during
-    training, apply the saved one, `plan_of(plain)`, with `dither.apply_plan` before.
+    training, apply the saved one, `plan_of(plain)`, with `Conversion.switch` before.
 
     The layout may be another one than that of the saved training: parameters may be DTensors, and the optimizer may have its
     parameters in another order if they have names.
@@ -276,32 +158,30 @@ def unpack(
         scaler: The gradient scaler.
         stage: The model is a stage of a pipeline: the checkpoint has more tensors, which are left out.
     """
-    stored = Stored(tensors)
+    source = tensors if isinstance(tensors, TensorSource) else LoadedTensors(tensors)
     step = _check_keys(plain)
     _check_layers(model, plain["layers"], stage)
-    saved = plain["optimizer"]
-    widened = _widened(model, optimizer, saved.get("groups") if isinstance(saved, dict) else None, stored)
-    sources = _check_weights(model, widened, stored, plain["same"], stage)
-    resting = {f"resting:{name}:{key}": (layer, key) for name, layer, key in _resting(model)}
-    for name in (name for name in stored.names if name.startswith("resting:")):
-        if name not in resting and (place := _resting_place(model, name, stage)) is not None:
+    stored_as = _check_weights(model, source, plain["same"], stage)
+    resting = {f"resting:{name}:{key}": (layer, key) for name, layer, key in resting_bitwidths(model)}
+    for name in (name for name in source.tensors if name.startswith("resting:") and name not in resting):
+        if (place := _resting_place(model, name, stage)) is not None:
             resting[name] = place
-    state = _optimizer_state(optimizer, stored, plain["optimizer"], stage)
+    state = optimizer_state(optimizer, source, plain["optimizer"], stage)
     loss_scale = _check_scaler(scaler, plain["scaler"])
-    generators = _check_generators(model, stored)
+    generators = _check_generators(model, source)
     plan = plan_of(plain)
     ours, tied = _model_state(model)
-    for name, source in sources.items():
-        stored.read(source, ours[name])  # verified, before anything changes, and not kept: there is memory for one model only
+    for name, stored in stored_as.items():
+        source.read(stored, ours[name])  # verified, before anything changes, and not kept: there is memory for one model only
     _fits("optimizer state", type(optimizer).__name__, optimizer.load_state_dict, state)
     if scaler is not None and loss_scale:
         _fits("loss scale", type(scaler).__name__, scaler.load_state_dict, loss_scale)
-    for name, source in sources.items():
-        ours[name].copy_(stored.read(source, ours[name]))
+    for name, stored in stored_as.items():
+        ours[name].copy_(source.read(stored, ours[name]))
     model.load_state_dict(ours | {name: ours[first] for name, first in tied.items()})  # modules note that they were loaded
     for name, (layer, key) in resting.items():
-        if name in stored:
-            found = stored.read(name, layer.resting_bitwidths.get(key))
+        if name in source.tensors:
+            found = source.read(name, layer.resting_bitwidths.get(key))
             layer.resting_bitwidths[key] = nn.Parameter(found.to(layer.weight.device, copy=True))
         else:
             del layer.resting_bitwidths[key]
@@ -335,27 +215,33 @@ def _model_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     return values, same
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, Linear]]:
-    for name, module in model.named_modules():
-        if isinstance(module, Linear):
-            yield name, module
+def converted_linears(model: nn.Module) -> Iterator[tuple[str, Linear]]:
+    """Yield the converted linear layers of a model, each expert of a group too."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, Linear))
 
 
-def _layer(layer: Linear) -> dict[str, Any]:
-    """Return what else determines the results of a layer: its casts, and the source of its random bits."""
+def layer_settings(layer: Linear) -> dict[str, Any]:
+    """Return what else determines the results of a layer, as plain values: its casts, and the source of its random bits."""
     return {"precision": layer.precision.to_dict(), "compute": layer.compute, "name": layer.name, "seed": layer.seed}
 
 
-def _resting(model: nn.Module) -> Iterator[tuple[str, Linear, str]]:
-    """Yield the bitwidths of disabled samplings, which are not in the state_dict."""
-    for name, layer in _layers(model):
+def resting_bitwidths(model: nn.Module) -> Iterator[tuple[str, Linear, str]]:
+    """Yield (name, layer, key) of the bitwidths of disabled samplings, which are not in the state_dict."""
+    for name, layer in converted_linears(model):
         for key in layer.resting_bitwidths:
             yield name, layer, key
 
 
+def check_same_layers(ours: Mapping[str, Any], saved: Mapping[str, Any], what: str, stage: bool = False) -> None:
+    """Raise a UserError unless the same layers are converted here and in a saved state."""
+    for name in sorted(set(ours) - set(saved) if stage else set(ours) ^ set(saved)):
+        has, lacks = ("model", what) if name in ours else (what, "model")
+        raise UserError(f"The {has} has a converted layer {name!r} and the {lacks} does not: convert as the saved model was.")
+
+
 def _resting_place(model: nn.Module, tensor: str, stage: bool) -> tuple[Linear, str] | None:
     _, name, key = [*tensor.split(":"), "", ""][:3]
-    layer = dict(_layers(model)).get(name)
+    layer = dict(converted_linears(model)).get(name)
     if layer is None and stage:
         return None
     if layer is None or key not in layer._parameters:
@@ -369,11 +255,11 @@ def _generators(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield "cuda", torch.cuda.get_rng_state()
 
 
-def _check_generators(model: nn.Module, stored: Stored) -> dict[str, Tensor]:
+def _check_generators(model: nn.Module, source: TensorSource) -> dict[str, Tensor]:
     """Return the saved states of the generators of this model's devices."""
     found = {}
     for kind, now in _generators(model):
-        saved = stored.read(f"rng:{kind}") if f"rng:{kind}" in stored else now
+        saved = source.read(f"rng:{kind}") if f"rng:{kind}" in source.tensors else now
         if (saved.dtype, saved.shape) != (now.dtype, now.shape):
             raise UserError(
                 f"The saved state of the generator {kind!r} is {saved.dtype} {tuple(saved.shape)}, and torch's is "
@@ -384,140 +270,141 @@ def _check_generators(model: nn.Module, stored: Stored) -> dict[str, Tensor]:
 
 
 def _check_layers(model: nn.Module, saved: Any, stage: bool) -> None:
-    ours = {name: _layer(layer) for name, layer in _layers(model)}
+    ours = {name: layer_settings(layer) for name, layer in converted_linears(model)}
     if not isinstance(saved, dict):
         raise UserError("The checkpoint's layers are not an object of names: it was not made by pack.")
-    for name in sorted(set(ours) - set(saved) if stage else set(ours) ^ set(saved)):
-        has, lacks = ("model", "checkpoint") if name in ours else ("checkpoint", "model")
-        raise UserError(f"The {has} has a converted layer {name!r} and the {lacks} does not: convert as the saved model was.")
+    check_same_layers(ours, saved, "checkpoint", stage)
     for name, layer in ours.items():
         for key, value in layer.items():
             if not isinstance(saved[name], dict) or saved[name].get(key) != value:
                 theirs = saved[name].get(key) if isinstance(saved[name], dict) else saved[name]
                 raise UserError(
                     f"The {key} of the layer {name!r} was {theirs!r} when it was saved and is {value!r} now: "
-                    "convert the model as the saved one was, or bring it to the saved plan by dither.apply_plan."
+                    "convert the model as the saved one was, or bring it to the saved plan by conversion.switch."
                 )
 
 
-def _check_weights(model: nn.Module, widened: Mapping[str, str], stored: Stored, same: Any, stage: bool) -> dict[str, str]:
+def _check_weights(model: nn.Module, source: TensorSource, same: Any, stage: bool) -> dict[str, str]:
     """Return the name of the stored tensor of each tensor of the model, tied ones once."""
     ours, tied = _model_state(model)
     if same != tied and not (stage and isinstance(same, dict) and tied.items() <= same.items()):
         raise UserError(f"The checkpoint's tied weights are {same!r}, and those of {type(model).__name__} are {tied!r}.")
-    theirs = {name.removeprefix("model:"): name for name in stored.names if name.startswith("model:")} | dict(widened)
+    theirs = {name.removeprefix("model:"): name for name in source.tensors if name.startswith("model:")}
     if stage:  # the first of tied tensors may be in another stage
         theirs = {name: theirs[same.get(name, name)] for name in ours if same.get(name, name) in theirs}
     for name in sorted(set(ours) ^ set(theirs)):
         has, lacks = ("model", "checkpoint") if name in ours else ("checkpoint", "model")
         raise UserError(f"The {has} has a tensor {name!r} and the {lacks} does not: build the model as the saved one was.")
     for name, value in ours.items():
-        dtype, shape = stored.described(theirs[name])
-        if (dtype, shape) != (value.dtype, value.shape):
+        saved = source.tensors[theirs[name]]
+        if (saved.dtype, saved.shape) != (value.dtype, tuple(value.shape)):
             raise UserError(
-                f"The tensor {name!r} was saved as {dtype} {tuple(shape)} and the model has "
+                f"The tensor {name!r} was saved as {saved.dtype} {saved.shape} and the model has "
                 f"{value.dtype} {tuple(value.shape)}: build it as the saved one was."
             )
     return theirs
 
 
-def _widened(model: nn.Module, optimizer: torch.optim.Optimizer, groups: Any, stored: Stored) -> dict[str, str]:
-    """Return the float32 masters of norms that earlier versions of O2 saved in 16 bits: {name in the model: stored name}."""
-    wide, found = wide_parameters(model, all_norms=True), {}
-    order = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
-    masters = {name: f"optimizer:{order.get(id(p))}:master" for name, p in model.named_parameters()}
-    for group in groups if isinstance(groups, list) else ():
-        names, indices = (group.get(key) if isinstance(group, dict) else None for key in ("param_names", "params"))
-        if isinstance(names, list) and isinstance(indices, list):
-            masters |= {str(name): f"optimizer:{index}:master" for name, index in zip(names, indices, strict=False)}
-    for name, parameter in model.named_parameters():
-        saved, master = f"model:{name}", masters[name]
-        if id(parameter) in wide and saved in stored and master in stored:
-            kinds = [stored.described(each)[0] for each in (saved, master)]
-            if kinds[1] == parameter.dtype != kinds[0]:
-                found[name] = master
-    return found
-
-
 # The optimizer --------------------------------------------------------------------------------------------------------
 
 
+class SavedState(Mapping[str, Any]):
+    """The optimizer state of a parameter, whose tensors are read when they are asked for.
+
+    Args:
+        source: The tensors.
+        parameter: The parameter. States of its shape, and the scales of blocks of its rows, have its layout.
+    """
+
+    def __init__(self, source: TensorSource, parameter: Tensor) -> None:
+        self.source, self.parameter = source, parameter
+        self.tensors: dict[str, str] = {}
+        self.numbers: dict[str, Any] = {}
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self.tensors:
+            return self.numbers[key]
+        shape, own = self.source.tensors[self.tensors[key]].shape, tuple(self.parameter.shape)
+        follows = (shape == own and key != "step") or (key.endswith("_scale") and len(own) > 0 and shape[:-1] == own[:-1])
+        return self.source.read(self.tensors[key], self.parameter if follows else None)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.tensors
+        yield from self.numbers
+
+    def __len__(self) -> int:
+        return len(self.tensors) + len(self.numbers)
+
+
 def _plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter group with lists for tuples, and a number for a learning rate in a tensor."""
-    return {
+    """Return a parameter group as plain values: its parameters by name, or by position if they have no names."""
+    plain = {
         key: list(value) if isinstance(value, tuple) else value.item() if isinstance(value, Tensor) else value
         for key, value in group.items()
+        if key != "param_names"
     }
+    return plain | {"params": list(group.get("param_names") or group["params"])}
 
 
-def _optimizer_state(optimizer: torch.optim.Optimizer, stored: Stored, saved: Any, stage: bool) -> dict[str, Any]:
+def optimizer_state(optimizer: torch.optim.Optimizer, source: TensorSource, saved: Any, stage: bool = False) -> dict[str, Any]:
     """Return the argument of `optimizer.load_state_dict`, after checking its form."""
     right = isinstance(saved, dict) and set(saved) == {"groups", "numbers"}
     if not right or not isinstance(saved["groups"], list) or not isinstance(saved["numbers"], dict):
         raise UserError("The checkpoint's optimizer is not an object of groups and numbers: it was not made by pack.")
-    ours = [_plain_group(group) for group in optimizer.state_dict()["param_groups"]]
+    ours = optimizer.state_dict()["param_groups"]
     if len(saved["groups"]) != len(ours):
         raise UserError(f"The checkpoint has {len(saved['groups'])} parameter groups, and the optimizer has {len(ours)}.")
-    known: dict[str, int] = {}
+    index: dict[str, int] = {}
     others: set[str] = set()
     groups = []
-    for number, (theirs, own) in enumerate(zip(saved["groups"], ours, strict=True)):
-        indices = _matched(theirs, own, stage)
-        if indices is None:
+    for number, (theirs, group) in enumerate(zip(saved["groups"], ours, strict=True)):
+        own = _plain_group(group)
+        params = _params_of(theirs)
+        if params is None or not set(own["params"]) <= params or (not stage and len(own["params"]) != len(params)):
             raise UserError(f"Parameter group {number} of the checkpoint does not hold the parameters of the optimizer's.")
         for key, value in own.items():
-            if key in ("params", "param_names") or (key == PREVIOUS and key not in theirs):
+            if key == "params" or (key == PREVIOUS and key not in theirs):
                 continue
             if key not in theirs or (_kind(theirs[key]) != _kind(value) and None not in (theirs[key], value)):
                 raise UserError(
                     f"Parameter group {number} of the checkpoint has {key}={theirs.get(key)!r:.80} "
                     f"where the optimizer has {value!r:.80}."
                 )
-        known |= {str(index): mine for index, mine in zip(indices, own["params"], strict=True)}
-        others |= {str(index) for index in theirs["params"]} - set(known)
-        groups.append(theirs | {key: own[key] for key in ("params", "param_names") if key in own})
+        index |= {str(name): place for place, name in _pairs(group, own)}
+        others |= {str(name) for name in params} - set(index)
+        groups.append(theirs | {key: group[key] for key in ("params", "param_names") if key in group})
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    state: dict[int, StoredState] = {}
+    states: dict[int, SavedState] = {}
 
-    def state_of(index: str) -> StoredState | None:
-        if index in others and stage:
+    def state_of(name: str) -> SavedState | None:
+        if name in others and stage:
             return None
-        if index not in known:
-            raise UserError(f"The checkpoint has an optimizer state of parameter {index!r:.40}, which the optimizer lacks.")
-        return state.setdefault(known[index], StoredState(stored, parameters[known[index]]))
+        if name not in index:
+            raise UserError(f"The checkpoint has an optimizer state of parameter {name!r:.40}, which the optimizer lacks.")
+        return states.setdefault(index[name], SavedState(source, parameters[index[name]]))
 
-    for name in (name for name in stored.names if name.startswith("optimizer:")):
-        _, position, *keys = name.split(":")
-        if len(keys) != 1:
-            raise UserError(f"The checkpoint has an optimizer state of parameter {position!r:.40} without a key: {name!r:.80}.")
-        if keys[0] == "step" and tuple(stored.described(name)[1]):
-            raise UserError(f"The checkpoint has {name!r:.80} as {tuple(stored.described(name)[1])}, and it is one number.")
-        found = state_of(position)
-        if found is not None:
-            found.tensors[keys[0]] = name
-    for index, numbers in saved["numbers"].items():
-        found = state_of(index)
-        if found is not None:
-            found.numbers |= numbers if isinstance(numbers, dict) else {"": numbers}
+    for stored in (name for name in source.tensors if name.startswith("optimizer:")):
+        name, _, key = stored.removeprefix("optimizer:").rpartition(":")
+        if not name:
+            raise UserError(f"The checkpoint has an optimizer state of parameter {key!r:.40} without a key: {stored!r:.80}.")
+        if key == "step" and source.tensors[stored].shape:
+            raise UserError(f"The checkpoint has {stored!r:.80} as {source.tensors[stored].shape}, and it is one number.")
+        if (state := state_of(name)) is not None:
+            state.tensors[key] = stored
+    for name, numbers in saved["numbers"].items():
+        if (state := state_of(name)) is not None:
+            state.numbers |= numbers if isinstance(numbers, dict) else {"": numbers}
     # torch's own optimizers take dictionaries only.
     lazy = isinstance(optimizer, AdamW)
-    return {"state": {index: each if lazy else dict(each) for index, each in state.items()}, "param_groups": groups}
+    return {"state": {place: state if lazy else dict(state) for place, state in states.items()}, "param_groups": groups}
 
 
-def _matched(theirs: Any, own: Mapping[str, Any], stage: bool) -> list[int] | None:
-    """Return the saved index of each parameter of a group, by names if both have them; None if the parameters are others."""
-    saved = theirs.get("params") if isinstance(theirs, dict) else None
-    if not isinstance(saved, list):
+def _params_of(group: Any) -> set[str | int] | None:
+    """Return the parameters of a saved group, or None if they are not listed once each."""
+    params = group.get("params") if isinstance(group, dict) else None
+    if not isinstance(params, list) or not all(isinstance(name, str | int) for name in params):
         return None
-    names, ours = theirs.get("param_names"), own.get("param_names")
-    if names is None or ours is None:
-        return saved if saved == own["params"] else None
-    if not isinstance(names, list) or len(names) != len(saved) or not all(isinstance(name, str) for name in names):
-        return None
-    indices = dict(zip(names, saved, strict=True))
-    if len(indices) != len(saved) or not set(ours) <= set(indices) or (not stage and len(ours) != len(indices)):
-        return None
-    return [indices[name] for name in ours]
+    return set(params) if len(set(params)) == len(params) else None
 
 
 def _kind(value: object) -> Any:

@@ -1,9 +1,8 @@
-"""`dither plan`: choose a plan for a run, show and compare plans, and compare estimates with measurements."""
+"""`dither plan`: choose a plan for a run, and show and compare plans."""
 
-import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,7 +10,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from torch import Tensor, nn
 
-from dither.checkpoint import write
+from dither import checkpoint
 from dither.console import ProgressBars, counter, print_table
 from dither.data import Batch
 from dither.errors import UserError
@@ -19,29 +18,26 @@ from dither.models import PRESETS, hf, preset
 from dither.models.presets import skeleton
 from dither.nn import Linear
 from dither.nn.convert import Fallback
-from dither.snip.baselines import BASELINES, random
 from dither.snip.divergence import Scores
-from dither.snip.dry_run import DryRun, Forward
+from dither.snip.dry_run import Forward
+from dither.snip.effort import passes_of
 from dither.snip.fp8_auto import RECIPES, auto_plan
-from dither.snip.options import Option, slots_of
+from dither.snip.options import Option
 from dither.snip.options import options as combinations
-from dither.snip.planning import bits_of, choice_of, choose, picture, stage_sizes
+from dither.snip.planning import bits_of, choose, picture, stage_sizes
 from dither.snip.planning import build_plan as plan_of
 from dither.snip.probes import score
 from dither.snip.savings import efficiency, measure_times
-from dither.snip.settings import PROBES, Goal, check_weights, pins, weights_said
-from dither.snip.solver import Rows, Solution
+from dither.snip.settings import Estimator, Goal
 from dither.snip.solver import frontier as frontier_of
-from dither.snip.verification import verify as verify_scores
-from dither.spec import Plan, did_you_mean, matches
+from dither.spec import Plan, did_you_mean
 from dither.spec.random import Stream
 from dither.train import config
-from dither.train.files import CHECKPOINTS, CONFIG, VERIFICATION
+from dither.train.files import CHECKPOINTS, CONFIG
 from dither.train.ranks import joined
-from dither.train.run_folder import write_file
 from dither.train.trainer import Trainer, open_corpus
 
-Probe = Literal["measure", "layer", "last", "direct"]
+Probe = Literal["auto", "measure", "joint", "last", "direct"]
 RunPath = Annotated[str, tyro.conf.arg(metavar="RUN_OR_CHECKPOINT")]
 Output = Annotated[str | None, tyro.conf.arg(aliases=["-o"], metavar="FILE")]
 
@@ -55,8 +51,7 @@ def plan(
     stages: str | None = None,
     balance: Literal["slowest", "share"] = "slowest",
     pin: tuple[str, ...] = (),
-    probe: Probe = "measure",
-    method: str = "snip",
+    probe: Probe = "auto",
     power: float = 2.0,
     loss_weight: float = 1.0,
     update_weight: float = 1.0,
@@ -84,13 +79,13 @@ def plan(
         stages: Blocks per pipeline stage, such as 6,6,6,4.
         balance: With stages: bound the slowest stage, or let each stage save its share.
         pin: Layers with a fixed option, as pattern=option, such as *.down_proj=fp8.
-        probe: The estimator: measure each option, add noise at each layer or at the last, or use closed forms (direct).
-        method: snip, or a baseline: uniform, random, min-abs-err, min-rel-err, E-layer-id or E-layer-type.
+        probe: The estimator: measure each option (auto), perturb all layers at once (joint), add noise at the last layer, or
+            use closed forms (direct).
         power: The exponent of the divergences of layers in their sum: 2 fits independent errors; the paper has 1.
         loss_weight: The weight of the loss divergence dL; 0 ignores it.
         update_weight: The weight of the weight divergence dW, the change of the next update; 0 ignores it.
         rows: Use the row-wise form of the loss divergence (section 6.3 of the paper).
-        seed: The seed of the noise, of stochastic casts, and of the method random.
+        seed: The seed of the noise and of stochastic casts.
         batches: The number of micro-batches for the estimates.
         device: The device, in place of that of the run.
         emulate: Multiply dequantized numbers in float32 on a GPU too, in place of the setting of the run.
@@ -99,27 +94,22 @@ def plan(
         scores: A file for the estimates, as JSON.
         output: A file for the plan.
     """
-    _choose("--method", method, ("snip", *BASELINES))
-    _check_quality(power, loss_weight, update_weight)
-    if method != "snip" and (rows or weights_said(loss_weight, update_weight)):
-        raise UserError(
-            f"--rows, --loss-weight and --update-weight have no effect with --method {method}: they belong to snip."
-        )
-    given = combinations(options)
-    goal = Goal(target=target, stages=_stages(stages), balance=balance, pinned=pins(pin))
-    bars = ProgressBars(sys.stderr)
+    estimator = Estimator(
+        options=options, probe=probe, rows=rows, power=power, loss_weight=loss_weight, update_weight=update_weight
+    )
+    goal = Goal(target=target, cost=cost, stages=_stages(stages), balance=balance, pinned=pin)
+    given, bars, measured = combinations(options), ProgressBars(sys.stderr), None
     with _opened(run, device, emulate, fallback, bars) as opened:
-        found = opened.score(given, "direct" if method != "snip" else probe, batches, seed, rows)
+        found = opened.score(given, estimator, batches, seed)
+    said = {"probe": found.probe, "power": power, **estimator.weights, **goal.provenance}
     if cost == "time":
         shapes = [(layer.M, layer.N, layer.K) for layer in found.statistics.layers]
         with bars.stage("Measuring the time of each option") as tick:
             measured = measure_times(shapes, given, path=times, device=opened.job.ranks.device, tick=tick)
-        goal = Goal(**{**vars(goal), "cost": measured})
-    solution = _solution(method, found, given, goal, found.harm(loss_weight, update_weight, power), seed)
-    snip = {"probe": found.probe, "power": power, **weights_said(loss_weight, update_weight)}
-    ways: dict[str, dict[str, Any]] = {"snip": snip, "random": {"seed": seed}}
-    said = ways.get(method, {})
-    chosen = plan_of(found.layers, given, solution, opened.job.plan, method=method, step=found.step, **said, **goal.provenance)
+        said["cost"] = f"time on {measured.device}"
+    harm = found.harm(loss_weight, update_weight, power)
+    solution = choose(harm, found.statistics.layers, given, goal, measured)
+    chosen = plan_of(found.layers, given, solution, opened.job.conversion.plan, step=found.step, **said)
     _write(output, chosen.to_json())
     _write(scores, found.to_json() + "\n")
     print(picture(chosen))
@@ -162,78 +152,13 @@ def diff(first: Annotated[str, tyro.conf.arg(metavar="PLAN")], second: Annotated
     return 1 if rows else 0
 
 
-def verify(
-    run: RunPath,
-    /,
-    options: str = "fp8,fp4",
-    plan: str | None = None,
-    probe: tuple[Probe, ...] = PROBES,  # type: ignore[assignment]
-    rows: bool = False,
-    seed: int = 0,
-    batches: int = 4,
-    loss_batches: int = 12,
-    device: str | None = None,
-    emulate: bool = False,
-    fallback: Fallback | None = None,
-    output: Output = None,
-) -> int:
-    """Compare estimates with measurements, for each layer or for a whole plan.
-
-    Every option of every layer is measured, and Spearman's correlation with the estimates of each probe is shown, over all
-    layers and options. The estimates use the next micro-batch of the run, the measurements those of later steps.
-
-    Args:
-        run: The folder of a run, or one of its checkpoints.
-        options: The levels of each operand.
-        plan: Measure this plan as a whole instead: its effect on the loss and on the next update, beside the estimates.
-        probe: The probes to compare.
-        rows: Use the row-wise form of the loss divergence (section 6.3 of the paper).
-        seed: The seed of the noise and of stochastic casts.
-        batches: The number of micro-batches for the measurements.
-        loss_batches: The number of further micro-batches for the loss alone, which varies more between batches.
-        device: The device, in place of that of the run.
-        emulate: Multiply dequantized numbers in float32 on a GPU too, in place of the setting of the run.
-        fallback: For a layer whose casts no matrix units support: error, bf16 or emulate, in place of the setting of the run.
-        output: A file for all numbers, as JSON; by default verification.json in the folder of the run, which reports show.
-    """
-    given, bars = combinations(options), ProgressBars(sys.stderr)
-    with _opened(run, device, emulate, fallback, bars) as opened:
-        if plan is not None:
-            print(_tried(opened, Plan.load(plan), given, probe[0], batches, seed, rows))
-            return 0
-        _check_count("--batches", batches, 1)
-        _check_count("--loss-batches", loss_batches, 0)
-        found = [
-            opened.score(given, name, 1, seed, rows, f" ({number} of {len(probe)})") for number, name in enumerate(probe, 1)
-        ]
-        parts = opened.parts(batches + loss_batches, after=1)
-        forward_casts = len({option.precision.casts("forward") for option in given})
-        passes = batches * (1 + opened.layers * len(given)) + loss_batches * (1 + opened.layers * forward_casts)
-        with opened.counted("Measuring every option of every layer", passes) as forward:
-            judged = verify_scores(
-                opened.job.model,
-                parts[:batches],
-                opened.job.training.optimizer,
-                found,
-                given,
-                stream=Stream(seed, "snip", "verify"),
-                forward=forward,
-                more_for_loss=parts[batches:],
-            )
-    if output is None:
-        write_file(Path(opened.job.config.run.out) / VERIFICATION, judged.to_json().encode() + b"\n")
-    _write(output, judged.to_json() + "\n")
-    print(judged)
-    return 0
-
-
 def frontier(
     run: RunPath,
     /,
     options: str = "fp8,fp4",
     targets: int = 11,
     stages: str | None = None,
-    probe: Probe = "measure",
+    probe: Probe = "auto",
     power: float = 2.0,
     loss_weight: float = 1.0,
     update_weight: float = 1.0,
@@ -264,13 +189,15 @@ def frontier(
         emulate: Multiply dequantized numbers in float32 on a GPU too, in place of the setting of the run.
         fallback: For a layer whose casts no matrix units support: error, bf16 or emulate, in place of the setting of the run.
     """
-    _check_quality(power, loss_weight, update_weight)
+    estimator = Estimator(
+        options=options, probe=probe, rows=rows, power=power, loss_weight=loss_weight, update_weight=update_weight
+    )
     given, sizes = combinations(options), _stages(stages)
     with _opened(run, device, emulate, fallback, ProgressBars(sys.stderr)) as opened:
-        found = opened.score(given, probe, batches, seed, rows)
+        found = opened.score(given, estimator, batches, seed)
     layers = found.statistics.layers
     shares = efficiency(layers, given)
-    split = None if sizes is None else stage_sizes(found.layers, sizes)
+    split = stage_sizes(found.layers, sizes) if sizes else None
     lines = [
         (f"{each.target:.3f}", f"{each.efficiency:.3f}", f"{each.harm:.4g}", f"{each.gap:g}")
         for each in frontier_of(found.harm(loss_weight, update_weight, power), shares, targets=targets, stages=split)
@@ -319,12 +246,6 @@ def auto(
     return 0
 
 
-def _check_quality(power: float, loss_weight: float, update_weight: float) -> None:
-    if not 1 <= power < math.inf:
-        raise UserError(f"--power is a number of at least 1, not {power:g}.")
-    check_weights(loss_weight, update_weight, "--loss-weight and --update-weight")
-
-
 def _check_count(option: str, count: int, least: int) -> None:
     if count < least:
         raise UserError(f"{option} is a number of micro-batches of at least {least}, not {count}.")
@@ -358,27 +279,24 @@ class _Opened:
 
             yield forward
 
-    def parts(self, count: int, after: int = 0) -> list[Batch]:
-        """Return `count` micro-batches, from the next step on or from `after` steps later."""
+    def parts(self, count: int) -> list[Batch]:
+        """Return `count` micro-batches, from the next step on."""
         _check_count("--batches", count, 1)
-        job, step = self.job, self.job.done + self.job.offset + after
+        job, step = self.job, self.job.done + self.job.offset
         found: list[Batch] = []
         while len(found) < count:
             found += job.loader.batch(step).to(job.ranks.device).split(job.parts)
             step += 1
         return found[:count]
 
-    def score(
-        self, options: Sequence[Option], probe: Probe, batches: int, seed: int, rows: bool = False, which: str = ""
-    ) -> Scores:
-        """Return the estimates at the step of the run. `which` is added to the title of the progress bar."""
+    def score(self, options: Sequence[Option], estimator: Estimator, batches: int, seed: int) -> Scores:
+        """Return the estimates at the step of the run."""
         stream, optimizer = Stream(seed, "snip", str(self.job.done)), self.job.training.optimizer
         parts = self.parts(batches)
-        of_probe = {"measure": len(slots_of(options)) * self.layers, "layer": 3 * self.layers, "last": 2, "joint": 2}
-        passes = len(parts) * (1 + of_probe.get(probe, 0))
-        with self.counted(f"Estimating with the probe {probe}{which}", passes) as forward:
-            how: dict[str, Any] = {"stream": stream, "forward": forward, "probe": probe, "step": self.job.done, "rows": rows}
-            return score(self.job.model, parts, optimizer, options, **how)
+        probe: Any = "measure" if estimator.probe == "auto" else estimator.probe
+        with self.counted(f"Estimating with the probe {probe}", len(parts) * passes_of(probe, self.layers, options)) as forward:
+            how: dict[str, Any] = {"stream": stream, "forward": forward, "step": self.job.done, "rows": estimator.rows}
+            return score(self.job.model, parts, optimizer, options, probe=probe, **how)
 
 
 @contextmanager
@@ -398,7 +316,7 @@ def _opened(path: str, device: str | None, emulate: bool, fallback: Fallback | N
         if ranks.world > 1:
             raise UserError("dither plan runs in one process: start it without torchrun.")
         with bars.stage(f"Reading {path}"):
-            point = given if folder != given else write.newest(folder / CHECKPOINTS)[0]
+            point = given if folder != given else checkpoint.newest(folder / CHECKPOINTS)[0]
             if point is None:
                 raise UserError(f"The run {path!r} has no whole checkpoint yet: train it for a while first.")
             job = Trainer(run, open_corpus(run, folder, ranks), ranks, initial=False)
@@ -406,61 +324,13 @@ def _opened(path: str, device: str | None, emulate: bool, fallback: Fallback | N
         yield _Opened(job, bars)
 
 
-def _solution(method: str, scores: Scores, options: Sequence[Option], goal: Goal, harm: Rows, seed: int) -> Solution:
-    if method == "snip":
-        return choose(harm, scores.statistics.layers, options, goal)
-    if method == "random":
-        return random(scores.statistics, options, goal, seed=seed)
-    return BASELINES[method](scores.statistics, options, goal)
-
-
-def _tried(opened: _Opened, plan: Plan, options: Sequence[Option], probe: Probe, batches: int, seed: int, rows: bool) -> str:
-    """Return the effect of a plan on the loss and on the next update, measured and estimated."""
-    scores = opened.score(options, probe, 1, seed, rows)
-    choice = choice_of(scores.layers, options, plan)
-    if choice is None:
-        names = ", ".join(option.name for option in options[:3])
-        raise UserError(f"The plan has casts that are not among the options {names}, ...: name its levels with --options.")
-    for pattern, precision in plan.layers:
-        if precision is not None and not any(matches(pattern, name) for name in scores.layers):
-            raise UserError(
-                f"The plan is for another model: {pattern!r} matches no layer of this one ({scores.layers[0]!r}, ...)."
-            )
-    stream, loss, moved, base = Stream(seed, "snip", "plan"), 0.0, 0.0, 0.0
-    parts = opened.parts(batches, after=1)
-    with opened.counted("Measuring the plan", 2 * len(parts)) as forward:
-        for part in parts:
-            passes = DryRun(opened.job.model, [part], opened.job.training.optimizer, stream=stream, forward=forward)
-            with passes.borrowed():
-                plain = passes.run()
-                updates = passes.updates(plain)
-                with ExitStack() as casts:
-                    for name, option in zip(scores.layers, choice, strict=True):
-                        casts.enter_context(passes.cast(name, options[option].precision))
-                    found = passes.run()
-                base += float(plain.loss) / len(parts)
-                loss += float(found.loss - plain.loss) / len(parts)
-                moved += float(passes.change(found, updates).mean()) / len(parts)
-    sums = [sum(row[at] for row, at in zip(table, choice, strict=True)) for table in (scores.loss, scores.weights)]
-    return (
-        f"loss     {base:.4f} uncast, {loss:+.4g} with the plan: {loss / abs(base):+.3e} of it; "
-        f"estimated {sums[0]:.3e} in all layers together ({scores.probe})\n"
-        f"weights  their next step changes by {moved:.3e} of them; estimated {sums[1]:.3e}"
-    )
-
-
-def _stages(text: str | None) -> tuple[int, ...] | None:
+def _stages(text: str | None) -> tuple[int, ...]:
     if text is None:
-        return None
+        return ()
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):
         raise UserError(f"--stages is the number of blocks per pipeline stage, such as 6,6,6,4, not {text!r}.")
     return tuple(map(int, parts))
-
-
-def _choose(what: str, given: str, known: Iterable[str]) -> None:
-    if given not in known:
-        raise UserError(f"There is no {what} {given!r}{did_you_mean(given, known)}: choose from {', '.join(known)}.")
 
 
 def _write(path: str | None, text: str) -> None:

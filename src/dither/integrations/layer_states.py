@@ -6,7 +6,7 @@ Weights are saved by the library that owns the loop. Its readers know nothing of
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from dither.checkpoint.state import check_same_layers, converted_linears, resting_bitwidths
 from dither.errors import UserError
-from dither.nn.convert import apply_plan, planned_otherwise
+from dither.nn.convert import Conversion
 from dither.nn.linear import Linear
 from dither.nn.sampling import BITWIDTHS
 from dither.nn.sites import converted_layers, linear_of
@@ -44,7 +45,7 @@ def state_names(model: nn.Module) -> list[str]:
     """
     return [
         f"{name}.{key}" if name else key
-        for name, layer in _layers(model)
+        for name, layer in converted_linears(model)
         for key in layer.state_dict()
         if key not in ("weight", "bias")
     ]
@@ -112,9 +113,7 @@ def load_state(model: nn.Module, folder: str | Path) -> dict[str, Any]:
     tensors, description = _read(path)
     layers = {name: linear_of(layer) for name, layer in converted_layers(model).items()}
     saved = description["layers"]
-    for name in sorted(set(layers) ^ set(saved)):
-        has, lacks = ("model", "saved state") if name in layers else ("saved state", "model")
-        raise UserError(f"The {has} has a converted layer {name!r} and the {lacks} does not: convert as the saved model was.")
+    check_same_layers(layers, saved, "saved state")
     for name, layer in layers.items():
         if saved[name]["seed"] != layer.seed:
             raise UserError(
@@ -128,8 +127,8 @@ def load_state(model: nn.Module, folder: str | Path) -> dict[str, Any]:
     precisions = {name: LayerPrecision.from_dict(layer["precision"]) for name, layer in saved.items()}
     compute: Any = next((layer["compute"] for layer in saved.values()), "bf16")
     plan = Plan(layers=tuple(precisions.items()), compute=compute)
-    if layers and planned_otherwise(model, plan):
-        apply_plan(model, plan)
+    if layers and not (conversion := Conversion.of(model)).has(plan):
+        conversion.switch(plan)
     _restore(model, tensors, path)
     others: dict[str, Any] = description["others"]
     return others
@@ -138,7 +137,7 @@ def load_state(model: nn.Module, folder: str | Path) -> dict[str, Any]:
 def _restore(model: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
     """Copy tensors into a model with the right plan; raise before the first copy if one does not fit."""
     ours = _tensors(model)
-    by_name = dict(_layers(model))
+    by_name = dict(converted_linears(model))
     for name in sorted(set(ours) - set(tensors)):
         if not name.startswith(RESTING):
             raise UserError(f"The file {str(path)!r} has no tensor {name!r}: convert the model as the saved one was.")
@@ -163,16 +162,12 @@ def _restore(model: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
                 by_name[layer].resting_bitwidths[key] = nn.Parameter(tensor.to(by_name[layer].weight.device))
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, Linear]]:
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, Linear))
-
-
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of the state, those of switched off samplings included."""
     state = model.state_dict()
     tensors = {name: state[name] for name in state_names(model)}
-    for name, layer in _layers(model):
-        tensors |= {f"{RESTING}{name}:{key}": bitwidth.detach() for key, bitwidth in layer.resting_bitwidths.items()}
+    for name, layer, key in resting_bitwidths(model):
+        tensors[f"{RESTING}{name}:{key}"] = layer.resting_bitwidths[key].detach()
     return tensors
 
 

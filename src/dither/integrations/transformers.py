@@ -11,10 +11,11 @@ from torch import nn
 from dither.errors import UserError
 from dither.integrations.layer_states import FILE, load_state, save_state, state_names
 from dither.integrations.loops import OpenStep, layer_metrics
-from dither.nn.plan_schedule import PlanSchedule
+from dither.nn.convert import Conversion
 from dither.nn.sites import converted_layers
 from dither.optim.adamw import AdamW
 from dither.snip.controller import Snip
+from dither.spec.schedule import PlanSchedule
 
 try:
     import accelerate  # noqa: F401
@@ -51,14 +52,17 @@ class DitherCallback(TrainerCallback):  # type: ignore[misc]
         self.plan_changes = 0
         """Number of times that the schedule or SNIP changed the plan."""
         self._open = OpenStep()
+        self._conversion: Conversion | None = None
 
     # Steps -------------------------------------------------------------------------------------------------------------
 
     def on_step_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
         """Apply the plan of the step, and begin a step_context."""
         self.interrupt()
-        if self.schedule is not None and self.schedule.before_step(model, state.global_step) is not None:
-            self._note_change(model)
+        if self.schedule is not None:
+            self._conversion = self._conversion or Conversion.of(model)
+            if self._conversion.follow(self.schedule, state.global_step):
+                self._note_change(model)
         self._open.begin(model, state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -91,7 +95,7 @@ class DitherCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **_: Any) -> None:
         """Name the optimizer's parameters, and restore the training state if the run is resumed."""
         self.interrupt()
-        self.plan_changes = 0
+        self.plan_changes, self._conversion = 0, None
         own = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
         if isinstance(own, AdamW) and any("param_names" not in group for group in own.param_groups) and not int(own.steps):
             own.name_parameters(model)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dither.checkpoint.manifest import MANIFEST
-from dither.checkpoint.read import SavedTensors
+from dither.checkpoint import SavedTensors
+from dither.checkpoint.format import MANIFEST
 from dither.errors import UserError
 from dither.models.causal import CausalLM
 from dither.models.presets import empty
@@ -98,8 +98,8 @@ def saved_weights(saved: SavedTensors) -> dict[str, str]:
     """Return the stored name of each weight: of float32 masters where there are any, and of tied weights under both names."""
     weights = {name.removeprefix("model:"): name for name in saved.tensors if name.startswith("model:")}
     for group in saved.plain["optimizer"]["groups"]:
-        for index, name in zip(group["params"], group.get("param_names", ()), strict=False):
-            master = saved.tensors.get(f"optimizer:{index}:master")
+        for name in group["params"]:
+            master = saved.tensors.get(f"optimizer:{name}:master")
             if master is not None and name in weights and master.shape == saved.tensors[weights[name]].shape:
-                weights[name] = f"optimizer:{index}:master"
+                weights[name] = f"optimizer:{name}:master"
     return weights | {name: weights[first] for name, first in saved.plain["same"].items() if first in weights}

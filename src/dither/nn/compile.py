@@ -36,7 +36,7 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
     what is compiled, on the first call, is a block as it is then.
 
     Blocks that differ in constants, as BF16 beside FP8, have a graph each. Dynamo's limit on graphs per function does not apply
-    to them; levels of one family share a graph (`dither.prepare_plans`).
+    to them; levels of one family share a graph (`Conversion.prepare`).
 
     >>> from dither.models import build
     >>> compile_blocks(build("tiny"))

@@ -150,19 +150,6 @@ class PartChart:
 
 
 @dataclass(frozen=True)
-class ScatterChart:
-    """Points with names, on logarithmic axes, with the line on which both values are equal."""
-
-    kind: ClassVar[str] = "scatter"
-    title: str
-    x: str
-    y: str
-    points: tuple[tuple[float, float, str], ...]
-    """(x, y, name)."""
-    about: str = ""
-
-
-@dataclass(frozen=True)
 class TimelineChart:
     """Rows of spans over time, such as the stages of a pipeline."""
 
@@ -174,7 +161,7 @@ class TimelineChart:
     about: str = ""
 
 
-Chart = LineChart | BarChart | PartChart | ScatterChart | TimelineChart
+Chart = LineChart | BarChart | PartChart | TimelineChart
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from dither.report.charts import (
     LayerGrid,
     LineChart,
     PartChart,
-    ScatterChart,
     TimelineChart,
 )
 from dither.report.comparison import Comparison
@@ -50,6 +49,8 @@ if TYPE_CHECKING:
 
 
 Kind = Literal["png", "svg"]
+
+INSTALL = "pip install 'dither[figures]'"
 
 INK, GRID = "#3f4851", "#d9dee4"
 DOTS_PER_INCH, SCREEN_DOTS = 200, 100
@@ -129,9 +130,9 @@ def _write(path: Path, data: bytes) -> None:
 
 def pixels(draw: "Callable[[Figure], None]") -> Any:
     """Return what `draw` draws as uint8[height, width, 3]."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
     with _figure("") as figure:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+
         canvas = FigureCanvasAgg(figure)
         draw(figure)
         figure.set_dpi(SCREEN_DOTS)
@@ -142,8 +143,11 @@ def pixels(draw: "Callable[[Figure], None]") -> Any:
 @contextmanager
 def _figure(salt: str) -> "Iterator[Figure]":
     """Yield an empty figure, in matplotlib's defaults instead of a user's style file."""
-    import matplotlib
-    from matplotlib.figure import Figure
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError(f"Figures are drawn with matplotlib, which is not installed: {INSTALL}.") from None
 
     style: dict[str, Any] = {
         "svg.hashsalt": salt, "svg.fonttype": "none", "text.parse_math": False, "font.family": "sans-serif", "font.size": 9,
@@ -158,10 +162,10 @@ def _figure(salt: str) -> "Iterator[Figure]":
 
 def _drawn(draw: "Callable[[Figure], None]", salt: str, kind: Kind) -> bytes:
     """Return the file of a drawing."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-
     with _figure(salt) as figure:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+
         if kind == "png":
             data = io.BytesIO()
             canvas = FigureCanvasAgg(figure)
@@ -203,14 +207,6 @@ def _figure_of(chart: Chart) -> "Callable[[Figure], None]":
                 axes.set_xticks([])
                 axes.margins(x=0.2)
                 axes.spines["bottom"].set_visible(False)
-            case ScatterChart():
-                axes.scatter([x for x, _, _ in chart.points], [y for _, y, _ in chart.points], s=8, color=PALETTE[0])
-                ends = [value for x, y, _ in chart.points for value in (x, y)]
-                axes.plot([min(ends), max(ends)], [min(ends), max(ends)], "--", color=INK, linewidth=0.8)
-                axes.set_xscale("log")
-                axes.set_yscale("log")
-                axes.set_xlabel(chart.x)
-                axes.set_ylabel(chart.y)
             case TimelineChart():
                 _timeline(axes, chart)
 

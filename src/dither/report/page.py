@@ -33,7 +33,7 @@ from dither.report.charts import (
 )
 from dither.report.comparison import Comparison, Summary, summarize
 from dither.report.layers import BitwidthView, NumericsView, bitwidth_view, first_nonfinite, new_problems, numerics_view
-from dither.report.precision import PlanHistory, SnipView, plan_history, snip_view, verification_charts
+from dither.report.precision import PlanHistory, SnipView, plan_history, snip_view
 from dither.report.run_folder import RunFolder, number, read_all
 
 MOST_SHOWN = 200
@@ -116,13 +116,10 @@ def section_of(run: RunFolder, at: int = 0) -> Section:
     if plans is not None:
         snip, unread = snip_view(run, plans)
         missing += unread
-    verified, unread = verification_charts(run)
-    missing += unread
     bitwidths, numerics = bitwidth_view(run), numerics_view(run)
     charts: dict[str, Chart] = {}
     if snip is not None and snip.frontier is not None:
         charts[f"{name}-frontier"] = snip.frontier
-    charts |= {f"{name}-verified-{number}": chart for number, chart in enumerate(verified)}
     snip_charts = tuple(charts)
     if snip is not None and snip.pipeline is not None:
         charts[f"{name}-pipeline"] = snip.pipeline

@@ -1,7 +1,6 @@
-"""SNIP's choices in pictures: sensitivity of layers, frontier, reasons, pipeline, and estimates against measurements.
+"""SNIP's choices in pictures: sensitivity of layers, frontier, reasons and pipeline.
 
-Everything is computed from the estimates that a run has stored with its plans, and from verification.json, which
-`dither plan verify` writes.
+Everything is computed from the estimates that a run has stored with its plans.
 """
 
 import itertools
@@ -15,7 +14,6 @@ from dither.report.charts import (
     LayerGrid,
     Line,
     LineChart,
-    ScatterChart,
     Table,
     TimelineChart,
     format_bits,
@@ -23,6 +21,7 @@ from dither.report.charts import (
     share,
 )
 from dither.report.run_folder import RunFolder, number
+from dither.snip.settings import harm
 from dither.spec import OPERANDS, LayerPrecision, Plan
 
 OTHER = ""
@@ -295,15 +294,12 @@ def _choice(run: RunFolder, line: Mapping[str, Any], plan: Plan) -> _Choice:
     section = section if isinstance(section, dict) else {}
     layers, options = (_names(scores[key]) for key in ("layers", "options"))
     loss, weights = (_table(scores[key], len(layers), len(options)) for key in ("loss", "weights"))
-    a, b, power = (value if (value := number(section.get(key))) is not None else default
-                   for key, default in (("loss_weight", 1.0), ("update_weight", 1.0), ("power", 2.0)))  # fmt: skip
-    harm = tuple(
-        tuple((a * one) ** power + (b * other) ** power for one, other in zip(*rows, strict=True))
-        for rows in zip(loss, weights, strict=True)
-    )
+    names = ("loss_weight", "update_weight", "power")
+    given = {name: value for name in names if (value := number(section.get(name))) is not None}
+    harms = tuple(map(tuple, harm(loss, weights, **given)))
     recorded = line.get("choice")
     if not isinstance(recorded, dict):
-        recorded = _recomputed(scores, section, plan)
+        raise UserError("They have no record of savings, such as when all options cost the same in FLOPs.")
     savings, costs = (_table(recorded[key], len(layers), len(options)) for key in ("savings", "costs"))
     chosen = tuple(at if type(at) is int and -1 <= at < len(options) else -1 for at in recorded["chosen"])
     if len(chosen) != len(layers):
@@ -312,7 +308,7 @@ def _choice(run: RunFolder, line: Mapping[str, Any], plan: Plan) -> _Choice:
     known = tuple(each for each in stages if type(each) is int and 0 < each < 10_000) if isinstance(stages, list) else ()
     step, probe = scores["step"], scores["probe"]
     target = number((plan.provenance or {}).get("target"))
-    return _Choice(int(step), str(probe), layers, options, loss, weights, harm, savings, costs, chosen, known, target)
+    return _Choice(int(step), str(probe), layers, options, loss, weights, harms, savings, costs, chosen, known, target)
 
 
 def _names(given: Any) -> tuple[str, ...]:
@@ -326,16 +322,6 @@ def _table(given: Any, rows: int, columns: int) -> Table2:
     if len(found) != rows or any(len(row) != columns or None in row for row in found):
         raise UserError(f"A table has not {rows} rows of {columns} numbers.")
     return found  # type: ignore[return-value]
-
-
-def _recomputed(scores: Mapping[str, Any], section: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
-    """Return the savings of the options in a run of an earlier version, which did not record them."""
-    from dither.snip.divergence import Scores  # torch, which takes seconds to import
-    from dither.snip.options import options
-    from dither.snip.savings import choice_record
-
-    levels = section.get("options", "fp8,fp4")
-    return choice_record(Scores.from_dict(scores), options(levels if isinstance(levels, str) else "fp8,fp4"), plan)
 
 
 def _sensitivity(history: PlanHistory, at: int, choice: _Choice) -> Sensitivity:
@@ -506,32 +492,3 @@ def one_forward_one_backward(works: Sequence[float], micro_batches: int) -> list
                 clocks[s] = done[s, kind, m] = end
                 places[s] += 1
     return spans
-
-
-def verification_charts(run: RunFolder) -> tuple[tuple[ScatterChart, ...], list[str]]:
-    """Return estimated against measured changes of the loss and of the weights, for the probe that fits best."""
-    data = run.verification
-    if data is None:
-        return (), []
-    try:
-        layers, options = (_names(data[key]) for key in ("layers", "options"))
-        pairs = list(zip(data["scores"], data["estimates"], strict=True))
-        scores, ranks = max(pairs, key=lambda pair: float(pair[1]["loss"]) + float(pair[1]["weights"]))
-        found = []
-        for key in ("loss", "weights"):
-            measured, estimated = (_table(each[key], len(layers), len(options)) for each in (data, scores))
-            points = tuple(
-                (true, guess, f"{layer}, {option}")
-                for layer, *rows in zip(layers, measured, estimated, strict=True)
-                for option, true, guess in zip(options, *rows, strict=True)
-                if true > 0 and guess > 0
-            )
-            about = (
-                f"A point is an option of a layer, measured on {int(data['batches'])} batches. The line: as estimated. "
-                f"Spearman's correlation {float(ranks[key]):.3f}, probe {scores['probe']}."
-            )
-            title = f"Estimated against measured change of the {key}"
-            found.append(ScatterChart(title, "measured, relative", "estimated, relative", points, about))
-    except (UserError, ValueError, TypeError, KeyError, OverflowError) as error:
-        return (), [f"verification.json cannot be read: {_sentence(error)}"]
-    return tuple(chart for chart in found if chart.points), []

@@ -45,10 +45,6 @@ EVENTS = ("start", "end", "guard", "plan", "save", "seconds")
 """Kinds of lines that are all kept; of other kinds, only the last line per step is."""
 
 
-OPTIONAL = ("bitwidths.json", "verification.json")
-"""Files that only some runs have."""
-
-
 @dataclass(frozen=True)
 class ConvertedLayer:
     """A converted layer."""
@@ -88,8 +84,6 @@ class RunFolder:
     """Sentences about files that are missing or unreadable."""
     blocks: Mapping[str, Any] = field(default_factory=dict)
     """Contents of bitwidths.json: learned bitwidths of single blocks; empty if the run has none."""
-    verification: Mapping[str, Any] | None = None
-    """Contents of verification.json, which `dither plan verify` writes."""
 
     def of(self, kind: str) -> tuple[Mapping[str, Any], ...]:
         """Return the lines of a kind."""
@@ -160,13 +154,12 @@ def read(folder: str | Path) -> RunFolder:
     lines = _metrics(folder, missing)
     status = observed_status(folder, missing)
     name = folder.name or folder.resolve().name
-    # Few runs have these files: their absence is no fault.
-    extra = {file: _object(folder, file, missing) if os.path.lexists(folder / file) else {} for file in OPTIONAL}
-    frozen = (MappingProxyType(each) for each in (environment, lines, status, extra["bitwidths.json"]))
+    # Few runs have bitwidths: their absence is no fault.
+    bitwidths = _object(folder, "bitwidths.json", missing) if os.path.lexists(folder / "bitwidths.json") else {}
+    frozen = (MappingProxyType(each) for each in (environment, lines, status, bitwidths))
     env, kinds, state, blocks = frozen
-    verified = extra["verification.json"] or None
     return RunFolder(
-        folder, name, MappingProxyType(config), text, plan, layers, left, env, kinds, state, tuple(missing), blocks, verified
+        folder, name, MappingProxyType(config), text, plan, layers, left, env, kinds, state, tuple(missing), blocks
     )
 
 

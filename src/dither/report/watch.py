@@ -28,7 +28,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from dither.errors import UserError
 from dither.report.page import Report
-from dither.report.run_folder import OPTIONAL, read
+from dither.report.run_folder import read
 
 BARS = "▁▂▃▄▅▆▇█"
 MOST_LOSSES, MOST_EVENTS = 4096, 6
@@ -200,7 +200,7 @@ HOSTS = ("127.0.0.1", "localhost")
 REST = 9.0
 """After a page was built, the next is built this many times later: the watch takes a tenth of a core at most."""
 
-FILES = ("config.toml", "plan.json", "conversion.json", "environment.json", "metrics.jsonl", "status.json", *OPTIONAL)
+FILES = ("config.toml", "plan.json", "conversion.json", "environment.json", "metrics.jsonl", "status.json", "bitwidths.json")
 
 
 class LivePage:

@@ -9,13 +9,13 @@ This module has the closed forms, which need no further pass; `dither.snip.probe
 
 import json
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dither.errors import UserError
 from dither.snip.options import Option
+from dither.snip.settings import harm
 from dither.snip.statistics import VERSION, LayerStatistics, Statistics, check_version, load_json
 
 Table = tuple[tuple[float, ...], ...]
@@ -173,15 +173,7 @@ class Scores:
         >>> one.harm(), one.harm(update_weight=2.0, power=1)
         ([[0.5, 5.0]], [[1.5, 4.0]])
         """
-        return [
-            [(loss_weight * a) ** power + (update_weight * b) ** power for a, b in zip(one, other, strict=True)]
-            for one, other in zip(self.loss, self.weights, strict=True)
-        ]
-
-    def quality(self, loss_weight: float = 1.0, update_weight: float = 1.0, power: float = 2.0) -> list[list[float]]:
-        """Return `harm`, under its name in the previous release."""
-        warnings.warn("Scores.quality is now Scores.harm.", DeprecationWarning, stacklevel=2)
-        return self.harm(loss_weight, update_weight, power)
+        return harm(self.loss, self.weights, loss_weight, update_weight, power)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON."""

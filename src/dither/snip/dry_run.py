@@ -25,7 +25,6 @@ from dither.nn.sharded.tensor_parallel import local
 from dither.nn.step import StepContext, step_context
 from dither.nn.untouched import reshard, untouched
 from dither.ops.ranks import gather
-from dither.snip.settings import TrainingSetup
 from dither.snip.statistics import Collector, Statistics, cut_by_fsdp, cut_by_tensor_parallelism, layers_of
 from dither.snip.update_rules import UpdateRule, update_rules_of
 from dither.spec import LayerPrecision
@@ -92,6 +91,39 @@ ROWS = 1 << 20
 """Distance of the random bits of two micro-batches, in rows: more than the tokens of a micro-batch."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainingSetup:
+    """Facts of the training loop, besides its loss, that `score` and `Snip` need.
+
+    >>> TrainingSetup(max_norm=1.0).group is None
+    True
+    """
+
+    max_norm: float | None = None
+    """Norm to which the loop clips gradients; None takes the optimizer's own `max_norm`, if it has one."""
+    group: torch.distributed.ProcessGroup | None = None
+    """Ranks with batches of their own (data parallelism); FSDP2 needs it. All of them get the same scores."""
+    adds_gradients: bool = False
+    """True if FSDP2 adds the gradients of ranks, by `set_gradient_divide_factor(1.0)`, and does not take their mean."""
+    pipeline: torch.distributed.ProcessGroup | None = None
+    """Ranks of a pipeline, in the order of its stages; each passes its own stage, with names of the whole model, as `model`."""
+    step_tokens: int | None = None
+    """Tokens of a training step, over all ranks; None counts the batches of estimates as a whole step."""
+    steps: int | None = None
+    """Steps of the whole run, if they are known: a plan can be of use for no more than what is left of them."""
+
+    def __post_init__(self) -> None:
+        for name in ("step_tokens", "steps"):
+            count = getattr(self, name)
+            if count is not None and (type(count) is not int or count < 1):
+                raise UserError(f"TrainingSetup's {name} is an integer of at least 1, not {count!r:.40}.")
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside a DistributedDataParallel."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
 def plain_forward(model: nn.Module, batch: Any) -> Tensor:
     """Call `model(**batch)`, `model(*batch)` or `model(batch)`; return the result, or its attribute `loss` if it has one."""
     given = model(**batch) if isinstance(batch, Mapping) else model(*batch) if isinstance(batch, tuple | list) else model(batch)
@@ -155,7 +187,7 @@ class DryRun:
         setup = setup or TrainingSetup()
         group, pipeline, max_norm, self._adds_gradients = setup.group, setup.pipeline, setup.max_norm, setup.adds_gradients
         _check_stream(stream)
-        self.model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        self.model = unwrapped(model)
         self.batches, self.forward, self.stream, self.group, self.pipeline = list(batches), forward, stream, group, pipeline
         if not self.batches:
             raise UserError("There are no batches to estimate from: give at least one.")
@@ -270,15 +302,17 @@ class DryRun:
                     torch._foreach_add_(gradients[:owned], wide[:owned])
                 gradients[owned:] = [a + b for a, b in zip(gradients[owned:], wide[owned:], strict=True)]
             del wide
-            number = _whole(loss.detach()).double()
+            number = whole(loss.detach()).double()
             total = number if total is None else total + number
         assert total is not None and gradients is not None  # noqa: PT018
         if self.group is not None:
             # FSDP2 has reduced the gradients of its sharded parameters already.
-            whole = [g for g, p in zip(gradients, parameters, strict=True) if self._cut is None or not isinstance(p, DTensor)]
-            for each in (total, *whole):
+            unsharded = [
+                g for g, p in zip(gradients, parameters, strict=True) if self._cut is None or not isinstance(p, DTensor)
+            ]
+            for each in (total, *unsharded):
                 torch.distributed.all_reduce(each, group=self.group)
-            for each in (total, *(gradients if self._adds_gradients else whole)):
+            for each in (total, *(gradients if self._adds_gradients else unsharded)):
                 each /= self.ranks
         if self.pipeline is not None:
             torch.distributed.all_reduce(total, group=self.pipeline)  # 0 on all stages but the last
@@ -322,7 +356,7 @@ class DryRun:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, batch in enumerate(self.batches):
             with torch.no_grad(), self._micro_batch(index, draw):
-                total += _whole(self._loss(batch)).double()
+                total += whole(self._loss(batch)).double()
         if self.group is not None:
             torch.distributed.all_reduce(total, group=self.group)
         return total / self.ranks
@@ -443,5 +477,6 @@ def _part(g: Tensor | None, p: Tensor) -> Tensor:
     return local(g.redistribute(p.device_mesh, p.placements) if isinstance(g, DTensor) and isinstance(p, DTensor) else g)
 
 
-def _whole(x: Tensor) -> Tensor:
+def whole(x: Tensor) -> Tensor:
+    """Return a tensor, gathered if it is sharded."""
     return x.full_tensor() if isinstance(x, DTensor) else x

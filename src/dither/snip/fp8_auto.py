@@ -1,6 +1,5 @@
 """The recipe fp8-auto: FP8 for the layers that it makes faster, by measured time per shape, and BF16 for the others."""
 
-import glob
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,13 +9,14 @@ from torch import nn
 
 from dither.console import Tick
 from dither.errors import UserError
-from dither.nn.convert import _reasons
+from dither.nn.convert import reasons_left_alone
 from dither.nn.sites import find_sites
 from dither.ops import backend
 from dither.snip.options import Option
-from dither.snip.savings import Shape, Times, measure_times, read_times
+from dither.snip.savings import LayerTimes, Shape, measure_times, read_times, shape_text
 from dither.spec import LayerPrecision, Plan
 from dither.spec.engines import ALIGNMENT, engines_of
+from dither.spec.patterns import escape
 from dither.spec.recipes import recipe, recipe_name
 
 RECIPES = ("fp8-block", "fp8-current")
@@ -57,7 +57,7 @@ def auto_plan(
     *,
     tokens: int,
     recipes: Sequence[str] = RECIPES,
-    times: Times | str | Path | None = None,
+    times: LayerTimes | str | Path | None = None,
     device: torch.device | str | None = None,
     say: Callable[[str], None] | None = None,
     tick: Tick = lambda done, total: None,
@@ -72,16 +72,16 @@ def auto_plan(
         model: The model, before or after `dither.convert`, on the GPU that it will train on.
         tokens: Tokens per forward pass on one GPU.
         recipes: Recipes to compare with BF16, in the order of preference.
-        times: Measured `Times`, or the file of `dither.snip.measure_times`: only what is missing is measured and added.
+        times: Measured `LayerTimes`, or the file of `dither.snip.measure_times`: only what is missing is measured and added.
             Without a GPU, all times come from here.
         device: The GPU to measure on; by default that of the model.
         say: Called with a table of the choices and the reasons.
         tick: Called after each shape that is measured.
 
     >>> from dither.models import build
-    >>> from dither.snip import Times
+    >>> from dither.snip import LayerTimes
     >>> fp8, shapes = str(recipe("fp8-current").default), [(64, 128, 128), (64, 64, 128), (64, 384, 128), (64, 128, 384)]
-    >>> known = Times("H200", "2.11", {shape: {"uncast": 2e-5, fp8: 1e-7 * shape[1]} for shape in shapes})
+    >>> known = LayerTimes("H200", "2.11", {shape: {"uncast": 2e-5, fp8: 1e-7 * shape[1]} for shape in shapes})
     >>> plan = auto_plan(build("tiny"), tokens=64, recipes=["fp8-current"], times=known)
     >>> plan.for_layer("model.layers.0.mlp.up_proj").uncast, plan.for_layer("model.layers.0.mlp.down_proj").uncast
     (True, False)
@@ -91,9 +91,9 @@ def auto_plan(
     shapes = layer_shapes(model, tokens)
     candidates = candidates_of(recipes)
     place = next((parameter.device for parameter in model.parameters()), "cpu") if device is None else device
-    if isinstance(times, Times):
+    if isinstance(times, LayerTimes):
         check_complete(shapes, times, candidates)
-    known = times if isinstance(times, Times) else times_of(shapes, candidates, torch.device(place), times, tick)
+    known = times if isinstance(times, LayerTimes) else times_of(shapes, candidates, torch.device(place), times, tick)
     choices = choose_by_time(shapes, known, candidates)
     if say is not None:
         say(choice_table(choices, known.device))
@@ -114,7 +114,7 @@ def candidates_of(recipes: Sequence[str]) -> tuple[Option, ...]:
 def layer_shapes(model: nn.Module, tokens: int) -> dict[Shape, list[str]]:
     """Return the names of the layers that `dither.convert` converts, by shape (M, N, K)."""
     sites = find_sites(model)
-    left_alone = _reasons(model, Plan(default=LayerPrecision()), sites, (), ())
+    left_alone = reasons_left_alone(model, Plan(default=LayerPrecision()), sites, (), ())
     found: dict[Shape, list[str]] = {}
     for site in sites:
         if site.name not in left_alone:
@@ -133,7 +133,7 @@ def times_of(
     device: torch.device,
     path: str | Path | None = None,
     tick: Tick = lambda done, total: None,
-) -> Times:
+) -> LayerTimes:
     """Return the times of shapes: measured on a GPU, or read from a file if the device is no GPU."""
     if device.type != "cuda":
         if path is None:
@@ -146,7 +146,7 @@ def times_of(
         return read
     capability = backend.capability_of(device)
     rows: dict[Shape, dict[str, float]] = {}
-    found = Times(torch.cuda.get_device_name(device), torch.__version__, rows)
+    found = LayerTimes(torch.cuda.get_device_name(device), torch.__version__, rows)
     for number, shape in enumerate(shapes, 1):
         runnable = [option for option in options if _runs(option, shape, capability)]
         rows[shape] = dict(measure_times([shape], runnable, path=path, device=device).seconds[shape])
@@ -154,7 +154,7 @@ def times_of(
     return found
 
 
-def check_complete(shapes: Mapping[Shape, Sequence[str]], times: Times, options: Sequence[Option]) -> None:
+def check_complete(shapes: Mapping[Shape, Sequence[str]], times: LayerTimes, options: Sequence[Option]) -> None:
     """Raise unless there is a time for every shape and option."""
     for shape, layers in shapes.items():
         for option in options:
@@ -174,7 +174,9 @@ def _runs(option: Option, shape: Shape, capability: tuple[int, int] | None) -> b
     return True
 
 
-def choose_by_time(shapes: Mapping[Shape, Sequence[str]], times: Times, options: Sequence[Option]) -> tuple[ShapeChoice, ...]:
+def choose_by_time(
+    shapes: Mapping[Shape, Sequence[str]], times: LayerTimes, options: Sequence[Option]
+) -> tuple[ShapeChoice, ...]:
     """Choose an option per shape: the first, unless a later one takes at least 2 % less time than the choice so far."""
     choices = []
     for shape, layers in shapes.items():
@@ -188,7 +190,7 @@ def choose_by_time(shapes: Mapping[Shape, Sequence[str]], times: Times, options:
     return tuple(choices)
 
 
-def plan_of(choices: Sequence[ShapeChoice], times: Times, tokens: int) -> Plan:
+def plan_of(choices: Sequence[ShapeChoice], times: LayerTimes, tokens: int) -> Plan:
     """Return the plan of choices, with the times in its provenance. Layers of the most common choice are the default."""
     count: dict[str, int] = {}
     for choice in choices:
@@ -196,9 +198,9 @@ def plan_of(choices: Sequence[ShapeChoice], times: Times, tokens: int) -> Plan:
     usual = max(count, key=lambda name: count[name])
     precisions = {name: LayerPrecision() if name == BF16 else recipe(name).default for name in count}
     rules = [
-        (glob.escape(name), precisions[choice.recipe]) for choice in choices if choice.recipe != usual for name in choice.layers
+        (escape(name), precisions[choice.recipe]) for choice in choices if choice.recipe != usual for name in choice.layers
     ]
-    said = {_shown(choice.shape): f"{choice.recipe} ({_milliseconds(choice)}): {choice.reason}" for choice in choices}
+    said = {shape_text(choice.shape): f"{choice.recipe} ({_milliseconds(choice)}): {choice.reason}" for choice in choices}
     provenance: dict[str, str | int] = {"recipe": "fp8-auto", "gpu": times.device, "torch": times.torch, "tokens": tokens}
     provenance |= said
     return Plan(layers=tuple(rules), default=precisions[usual], compute="bf16", provenance=provenance)
@@ -210,14 +212,10 @@ def choice_table(choices: Sequence[ShapeChoice], device: str) -> str:
     rows = [("M x N x K", "layers", *(f"{name}, ms" for name in names), "choice", "reason")]
     for choice in choices:
         cells = [f"{1e3 * choice.seconds[name]:.4f}" if name in choice.seconds else "-" for name in names]
-        rows.append((_shown(choice.shape), str(len(choice.layers)), *cells, choice.recipe, choice.reason))
+        rows.append((shape_text(choice.shape), str(len(choice.layers)), *cells, choice.recipe, choice.reason))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([f"fp8-auto on {device}, a layer forward and backward with all casts:", *(f"  {line}" for line in lines)])
-
-
-def _shown(shape: Shape) -> str:
-    return " x ".join(map(str, shape))
 
 
 def _milliseconds(choice: ShapeChoice) -> str:

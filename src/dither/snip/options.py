@@ -170,7 +170,7 @@ def casts_of(given: Iterable[Option]) -> dict[str, tuple[Cast, ...]]:
     }
 
 
-class Slot(NamedTuple):
+class CastSite(NamedTuple):
     """An operand in both of its products, or in one of them if options cast it differently in the other."""
 
     operand: str
@@ -192,18 +192,18 @@ class Slot(NamedTuple):
         return LayerPrecision(overrides=(Override(self.products[0], self.operand, cast),))  # type: ignore[arg-type]
 
 
-def slots_of(options: Sequence[Option]) -> list[Slot]:
+def cast_sites(options: Sequence[Option]) -> list[CastSite]:
     """Return the operands to try one at a time: the gradient first, those in the forward product last.
 
     >>> from dither.snip.options import options as levels
-    >>> [slot.operand for slot in slots_of(levels("fp8,fp4"))]
+    >>> [site.operand for site in cast_sites(levels("fp8,fp4"))]
     ['grad', 'input', 'weight']
-    >>> [slot.products for slot in slots_of(levels("fp8,fp4-forward"))][1:]
+    >>> [site.products for site in cast_sites(levels("fp8,fp4-forward"))][1:]
     [('weight_grad',), ('input_grad',), ('forward',), ('forward',)]
     """
     found = []
     for operand in ("grad", "input", "weight"):
         products = tuple(product for product, pair in PRODUCTS.items() if operand in pair)
         alike = all(first == second for first, second in (option.precision.casts_of(operand) for option in options))
-        found += [Slot(operand, products)] if alike else [Slot(operand, (product,)) for product in products]
-    return sorted(found, key=lambda slot: slot.forward)
+        found += [CastSite(operand, products)] if alike else [CastSite(operand, (product,)) for product in products]
+    return sorted(found, key=lambda site: site.forward)

@@ -1,6 +1,5 @@
 """From estimates to a plan: choose options for a goal (`choose`), build the Plan (`build_plan`), print it (`picture`)."""
 
-import glob
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,17 +9,22 @@ from typing import Any
 from torch import nn
 
 from dither.errors import UserError
+from dither.snip.divergence import Scores
 from dither.snip.options import Option
-from dither.snip.savings import costs, efficiency
+from dither.snip.savings import LayerTimes, costs, efficiency
 from dither.snip.settings import Goal, Value
-from dither.snip.solver import Rows, Solution, accepts_quality, solve
+from dither.snip.solver import Rows, Solution, solve
 from dither.snip.statistics import LayerStatistics, layers_of
 from dither.spec import OPERANDS, SAMPLINGS, LayerPrecision, Plan, did_you_mean, matches
+from dither.spec.patterns import escape, literal
 
 
-@accepts_quality
-def choose(harm: Rows, layers: Sequence[LayerStatistics], options: Sequence[Option], goal: Goal) -> Solution:
+def choose(
+    harm: Rows, layers: Sequence[LayerStatistics], options: Sequence[Option], goal: Goal, times: LayerTimes | None = None
+) -> Solution:
     """Return the options of least total harm that reach the goal; `harm` has one row per layer and one column per option.
+
+    A goal with `cost="time"` needs the measured times.
 
     >>> from types import SimpleNamespace as Layer
     >>> from dither.snip.options import options
@@ -31,11 +35,20 @@ def choose(harm: Rows, layers: Sequence[LayerStatistics], options: Sequence[Opti
     """
     names = [layer.name for layer in layers]
     check_finite(harm, names, options)
-    cost = goal.known_cost
-    shares = efficiency(layers, options, cost)
-    stages = None if goal.stages is None else stage_sizes(names, goal.stages)
-    times = costs(layers, options, cost) if stages and goal.balance == "slowest" else None
-    return solve(harm, shares, target=goal.target, stages=stages, times=times, pinned=_pinned(names, options, goal.pinned))
+    if goal.target is None:
+        raise UserError("A goal needs a target: the share of the possible savings to reach, such as 0.75.")
+    if goal.cost == "time" and times is None:
+        raise UserError("Times have to be measured first: pass times=dither.snip.measure_times(shapes, options).")
+    known = times if goal.cost == "time" else None
+    stages = stage_sizes(names, goal.stages) if goal.stages else None
+    return solve(
+        harm,
+        efficiency(layers, options, known),
+        target=goal.target,
+        stages=stages,
+        times=costs(layers, options, known) if stages and goal.balance == "slowest" else None,
+        pinned=_pinned(names, options, goal.pins),
+    )
 
 
 def check_finite(harm: Rows, layers: Sequence[str], options: Sequence[Option]) -> None:
@@ -65,7 +78,7 @@ def build_plan(layers: Sequence[str], options: Sequence[Option], solution: Solut
             raise UserError(f"The plan to build on leaves the layer {name!r} alone, so no precision can be chosen for it.")
         rules.append(
             (
-                glob.escape(name),
+                escape(name),
                 replace(options[chosen].precision, sampling=before.sampling, input_sampling=before.input_sampling),
             )
         )
@@ -124,14 +137,26 @@ def stage_sizes(layers: Sequence[str], stages: Sequence[int]) -> tuple[int, ...]
 
 def choice_of(layers: Sequence[str], options: Sequence[Option], given: Plan) -> tuple[int, ...] | None:
     """Return the index of each layer's option in a plan, or None if the plan has casts that are not among the options."""
-    found = []
-    for name in layers:
-        precision = replace(given.for_layer(name) or LayerPrecision(), sampling=None, input_sampling=None)
-        place = next((place for place, option in enumerate(options) if option.precision == precision), None)
-        if place is None:
-            return None
-        found.append(place)
-    return tuple(found)
+    found = [_option_of(name, options, given) for name in layers]
+    return None if -1 in found else tuple(found)
+
+
+def _option_of(name: str, options: Sequence[Option], given: Plan) -> int:
+    """Return the index of a layer's option in a plan; -1 if its casts are not among the options."""
+    precision = replace(given.for_layer(name) or LayerPrecision(), sampling=None, input_sampling=None)
+    return next((place for place, option in enumerate(options) if option.precision == precision), -1)
+
+
+def choice_record(scores: Scores, options: Sequence[Option], plan: Plan) -> dict[str, Any]:
+    """Return what a report needs to judge a choice, in plain values: savings and costs in FLOPs, and the options of a plan.
+
+    Rows are layers, columns are options; the option of a layer is -1 if the plan has other casts.
+    """
+    layers = scores.statistics.layers
+    if len(layers) != len(scores.layers) or tuple(option.name for option in options) != scores.options:
+        raise UserError("The scores are for other layers or options.")
+    chosen = [_option_of(name, options, plan) for name in scores.layers]
+    return {"savings": efficiency(layers, options), "costs": costs(layers, options), "chosen": chosen}
 
 
 def _pinned(layers: Sequence[str], options: Sequence[Option], pinned: Mapping[str, str]) -> dict[int, int]:
@@ -174,7 +199,7 @@ def picture(given: Plan) -> str:
     kept = []
     for pattern, precision in given.layers:
         head, place, tail = _parts(pattern)
-        if precision is None or not place or any(getattr(precision, each) for each in SAMPLINGS) or _is_pattern(pattern):
+        if precision is None or not place or any(getattr(precision, each) for each in SAMPLINGS) or literal(pattern) is None:
             kept.append((pattern, precision))
         else:
             cells[place, f"{head}|{tail}"] = bits_of(precision)
@@ -212,10 +237,6 @@ def _parts(name: str) -> tuple[str, str, str]:
     return (name, "", "") if at is None else (".".join(words[:at]), words[at], ".".join(words[at + 1 :]))
 
 
-def _is_pattern(pattern: str) -> bool:
-    return pattern.startswith("re:") or glob.has_magic(pattern)
-
-
 def check_goal(model: nn.Module, options: Sequence[Option], goal: Goal, *, partial: bool = False) -> None:
     """Raise a UserError if no choice of options for the layers of a converted model can reach the goal.
 
@@ -226,8 +247,8 @@ def check_goal(model: nn.Module, options: Sequence[Option], goal: Goal, *, parti
     >>> from dither.snip import options
     >>> model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
     >>> _ = dither.convert(model, "fp8-block")
-    >>> check_goal(model, options("fp8,fp4"), Goal(target=0.5, pinned={"0": "fp8"}))
-    >>> check_goal(model, options("fp8,fp4"), Goal(target=0.75, pinned={"0": "fp8"}))
+    >>> check_goal(model, options("fp8,fp4"), Goal(target=0.5, pinned=("0=fp8",)))
+    >>> check_goal(model, options("fp8,fp4"), Goal(target=0.75, pinned=("0=fp8",)))
     Traceback (most recent call last):
     dither.errors.UserError: No choice reaches a target of 0.75: the largest feasible one is 0.5.
     """
@@ -237,7 +258,6 @@ def check_goal(model: nn.Module, options: Sequence[Option], goal: Goal, *, parti
     ]
     if partial or not layers:  # without layers, taking statistics is an error
         return
-    measured = goal.cost == "flops"
-    known = Goal(**{**vars(goal), "cost": "flops", "target": goal.target if measured else 0.0})
+    known = goal if goal.cost == "flops" else replace(goal, cost="flops", target=0.0)
     # With equal harm everywhere, the solver only finds out if there is a choice at all.
     choose([[0.0] * len(options)] * len(layers), layers, options, known)

@@ -1,9 +1,8 @@
-"""Estimate what each option of each layer does to training (`score`), by one of five probes.
+"""Estimate what each option of each layer does to training (`score`), by one of four probes.
 
     direct    closed forms from the statistics of one step: the paper's loss divergence and each layer's own weight gradient
     last      the paper's probe: two passes with Gaussian noise at the last layer
-    joint     two passes that perturb all layers at once (`dither.snip.joint`)
-    layer     Gaussian noise at each layer in turn: three passes per layer, for any number of options
+    joint     two passes that perturb all layers at once
     measure   each operand of each layer in its coarsest cast, one at a time, measured
 
 docs/snip.md compares how accurate they are and how long they take.
@@ -12,8 +11,8 @@ docs/snip.md compares how accurate they are and how long they take.
 import itertools
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
 import numpy
@@ -23,19 +22,20 @@ from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
 from dither.nn import functional
+from dither.nn.linear import Linear
 from dither.nn.sharded.tensor_parallel import first_column, local
-from dither.snip import divergence, joint
+from dither.snip import divergence
 from dither.snip.divergence import Scores
-from dither.snip.dry_run import DryRun, Forward, LossAndGradients, plain_forward
-from dither.snip.options import Option, slots_of
+from dither.snip.dry_run import DryRun, Forward, LossAndGradients, TrainingSetup, plain_forward, whole
+from dither.snip.options import CastSite, Option, cast_sites
 from dither.snip.options import options as all_options
-from dither.snip.settings import PROBES, TrainingSetup, with_old_keywords
+from dither.snip.settings import PROBES
 from dither.snip.statistics import LayerStatistics, Statistics, collecting
-from dither.spec import LayerPrecision, did_you_mean
+from dither.spec import Cast, LayerPrecision, did_you_mean
 from dither.spec.random import Stream
 
-LossAndWeights = tuple[list[list[float]], list[list[float]]]
-"""(dL, dW), each with one row per layer and one column per option."""
+Table = list[list[float]]
+"""One row per layer, one column per option."""
 
 
 def score(
@@ -46,11 +46,11 @@ def score(
     *,
     stream: Stream,
     forward: Forward = plain_forward,
-    probe: Literal["measure", "layer", "joint", "last", "direct"] = "measure",
+    probe: Literal["measure", "joint", "last", "direct"] = "measure",
     rows: bool = False,
     step: int | None = None,
     setup: TrainingSetup | None = None,
-    **old: Any,
+    only: Collection[str] | None = None,
 ) -> Scores:
     """Estimate what each option of each layer of a converted model does to its training.
 
@@ -65,10 +65,11 @@ def score(
         stream: Source of noise and of the bits of stochastic casts.
         forward: Function of (model, batch) that returns the 0-d loss under the autocast of training; in a pipeline,
             `pipelined(schedule, stage)`.
-        probe: "measure", "layer", "joint", "last" or "direct".
+        probe: "measure", "joint", "last" or "direct".
         rows: Use the row-wise form of the paper's loss divergence (section 6.3).
         step: Step that the scores are labelled with; by default the optimizer's number of steps.
         setup: Clipping and process groups of the training loop.
+        only: Names of the layers to estimate, with the probes "measure" and "direct"; None estimates all.
 
     >>> import dither
     >>> from dither.models import PRESETS, Llama
@@ -86,63 +87,57 @@ def score(
     if probe not in PROBES:
         hint = did_you_mean(probe, PROBES) if isinstance(probe, str) else ""
         raise UserError(f"There is no probe {probe!r}{hint}: choose one of {', '.join(PROBES)}.")
-    (setup,) = with_old_keywords("score", old, setup or TrainingSetup())
+    chosen = all_options(options)
     dry_run = DryRun(model, batches, optimizer, stream=stream, forward=forward, setup=setup)
-    return estimate(dry_run, all_options(options), probe=probe, rows=rows, step=dry_run.steps if step is None else step)
-
-
-def estimate(
-    dry_run: DryRun, options: Sequence[Option], *, probe: str, rows: bool, step: int, only: Collection[str] | None = None
-) -> Scores:
-    """Return the scores of the layers of a dry run; with the probes "measure", "layer" and "direct", of those in `only`."""
-    began, passes, beside = time.perf_counter(), dry_run.count, joint.Rows(dry_run)
+    began, beside = time.perf_counter(), _ComparedRows(dry_run)
     dry_run.sampled = True
     with dry_run.borrowed():
-        collected = collecting(dry_run.model, options, stream=dry_run.stream, some=dry_run.pipeline is None, only=only)
+        collected = collecting(dry_run.model, chosen, stream=stream, some=dry_run.pipeline is None, only=only)
         with collected as seen, beside.kept() if probe == "joint" else nullcontext():
             base = dry_run.run()
-        statistics = dry_run.statistics(seen, base, step)
-        if probe == "joint":
-            loss = _closed_loss(statistics, options, rows)
-            weights = joint.weight_divergences(dry_run, statistics, options, base, beside)
+        statistics = dry_run.statistics(seen, base, dry_run.steps if step is None else step)
+        loss = _closed_loss(statistics, chosen, rows)
+        if probe == "direct":
+            weights = _direct(statistics, chosen)
+        elif probe == "last":
+            weights = _last(dry_run, statistics, chosen, base)
+        elif probe == "joint":
+            weights = _joint(dry_run, statistics, chosen, base, beside)
         else:
-            probes = {"direct": _direct, "last": _last, "layer": _layer, "measure": _measure}
-            loss, weights = probes[probe](dry_run, statistics, options, base, rows)
+            loss, weights = _measure(dry_run, statistics, chosen, base, loss)
+    seconds = time.perf_counter() - began
     return Scores(
-        step,
+        statistics.step,
         f"{probe} by rows" if rows else probe,
         tuple(layer.name for layer in statistics.layers),
-        tuple(option.name for option in options),
-        tuple(tuple(row) for row in loss),
-        tuple(tuple(row) for row in weights),
+        tuple(option.name for option in chosen),
+        tuple(map(tuple, loss)),
+        tuple(map(tuple, weights)),
         statistics,
-        dry_run.count - passes,
-        time.perf_counter() - began,
-        time.perf_counter() - began,
+        dry_run.count,
+        seconds,
+        seconds,
     )
 
 
-def _closed_loss(statistics: Statistics, options: Sequence[Option], rows: bool) -> list[list[float]]:
+def _closed_loss(statistics: Statistics, options: Sequence[Option], rows: bool) -> Table:
+    """Return dL by its closed form."""
     return [
         [divergence.loss_divergence(layer, option, statistics.loss, rows=rows) for option in options]
         for layer in statistics.layers
     ]
 
 
-def _direct(
-    dry_run: DryRun, statistics: Statistics, options: Sequence[Option], base: LossAndGradients, rows: bool
-) -> LossAndWeights:
-    weights = [
+def _direct(statistics: Statistics, options: Sequence[Option]) -> Table:
+    """Return dW by its closed form: the change of each layer's own step."""
+    return [
         [divergence.weight_divergence(statistics, {layer.name: divergence.gradient_error(layer, option)}) for option in options]
         for layer in statistics.layers
     ]
-    return _closed_loss(statistics, options, rows), weights
 
 
-def _last(
-    dry_run: DryRun, statistics: Statistics, options: Sequence[Option], base: LossAndGradients, rows: bool
-) -> LossAndWeights:
-    """Run the paper's two passes: noise on the last layer's output, and noise on the gradient of its input.
+def _last(dry_run: DryRun, statistics: Statistics, options: Sequence[Option], base: LossAndGradients) -> Table:
+    """Return dW by the paper's two passes: noise on the last layer's output, and noise on the gradient of its input.
 
     The paper takes |change of g_i| of every layer i from them, and does not say how it follows for an error at another layer l.
     We read it as relative: a relative error of Y_l changes g_i as the same relative error of the last layer's Y does, and a
@@ -170,51 +165,15 @@ def _last(
             squares[place] += divergence.gradient_error(layer, option) ** 2
             row.append(float(passed @ numpy.sqrt(squares)))
         weights.append(row)
-    return _closed_loss(statistics, options, rows), weights
-
-
-def _layer(
-    dry_run: DryRun, statistics: Statistics, options: Sequence[Option], base: LossAndGradients, rows: bool
-) -> LossAndWeights:
-    """Add noise to each layer's output, with both signs, and to the gradient of its input, each as large as the worst option's.
-
-    The other options follow by scaling: changes of updates are proportional to the standard deviation of the noise. The rise of
-    the loss by curvature, (L(+) + L(-)) / 2 - L, in which the slope cancels, is proportional to its square.
-    """
-    updates, base_loss = dry_run.updates(base), float(base.loss)
-    closed, passed = _closed_loss(statistics, options, rows), divergence.sensitivities(statistics)
-    loss, weights = [], []
-    for number, layer in enumerate(statistics.layers):
-        place = dry_run.names.index(layer.name)
-        ahead = [divergence.output_deviation(layer, option) for option in options]
-        back = [divergence.input_gradient_deviation(layer, option) for option in options]
-        moved, rise = torch.zeros(2, len(dry_run.names), dtype=torch.float64), 0.0
-        if max(ahead) > 0:
-            for sign in (1.0, -1.0):
-                with _noise(dry_run, layer.name, "y", sign * max(ahead), place):
-                    found = dry_run.run()
-                rise += (float(found.loss) - base_loss) / 2
-                moved[0] += dry_run.change(found, updates).square().cpu() / 2
-        if max(back) > 0:
-            with _noise(dry_run, layer.name, "dx", max(back), place):
-                moved[1] = dry_run.change(dry_run.run(), updates).square().cpu()
-        row_loss, row_weights = [], []
-        for column, option in enumerate(options):
-            near, far = (a / max(all_) if max(all_) else 0.0 for a, all_ in ((ahead[column], ahead), (back[column], back)))
-            squares = near**2 * moved[0] + far**2 * moved[1]
-            own = passed[number] * divergence.gradient_error(layer, option)
-            squares[place] += own**2
-            row_weights.append(float(squares.sqrt().mean()))
-            row_loss.append(math.hypot(closed[number][column], near**2 * rise / abs(base_loss)))
-        loss.append(row_loss)
-        weights.append(row_weights)
-    return loss, weights
+    return weights
 
 
 def _measure(
-    dry_run: DryRun, statistics: Statistics, options: Sequence[Option], base: LossAndGradients, rows: bool
-) -> LossAndWeights:
-    """Cast each operand of each layer with its coarsest cast, one at a time; measure the updates and the loss's curvature.
+    dry_run: DryRun, statistics: Statistics, options: Sequence[Option], base: LossAndGradients, closed: Table
+) -> tuple[Table, Table]:
+    """Return dL and dW after casting each operand of each layer with its coarsest cast, one at a time.
+
+    The passes measure the updates and the curvature of the loss; `closed` has the closed form of dL.
 
     An operand that some option casts differently in its two products is tried in each product separately.
 
@@ -227,43 +186,42 @@ def _measure(
     two operands are independent: their curvature terms add up, and so do the squares of their changes of updates.
     """
     updates, base_loss = dry_run.updates(base), float(base.loss)
-    closed, slots = _closed_loss(statistics, options, rows), slots_of(options)
+    sites = cast_sites(options)
     loss, weights = [], []
     for place, layer in enumerate(statistics.layers):
-        coarsest = {
-            slot: max(
-                (slot.cast(option) for option in options),
-                key=lambda cast, slot=slot: layer.error(slot.operand, cast),  # type: ignore[misc]
-            )
-            for slot in slots
-        }
-        errors = {slot: layer.error(slot.operand, cast) for slot, cast in coarsest.items()}
-        bend = dict.fromkeys(slots, 0.0)
-        moved = {slot: torch.zeros(len(dry_run.names), dtype=torch.float64) for slot in slots}
-        slopes = _Slopes(dry_run, layer.name)
-        for number, slot in enumerate(slots):
-            # The first slot is not in the forward product, so it leaves the loss and this layer's dY unchanged.
-            if errors[slot] > 0 or (number == 0 and any(errors.values())):
-                cast = coarsest[slot] if errors[slot] > 0 else None
-                with dry_run.cast(layer.name, slot.precision(cast)), slopes.watched(slot.operand if slot.forward else "grad"):
+        coarsest = {site: _coarsest(layer, site, options) for site in sites}
+        errors = {site: layer.error(site.operand, cast) for site, cast in coarsest.items()}
+        bend = dict.fromkeys(sites, 0.0)
+        moved = {site: torch.zeros(len(dry_run.names), dtype=torch.float64) for site in sites}
+        curve = _Curvature(dry_run, layer.name)
+        for number, site in enumerate(sites):
+            # The first site is not in the forward product, so it leaves the loss and this layer's dY unchanged.
+            if errors[site] > 0 or (number == 0 and any(errors.values())):
+                cast = coarsest[site] if errors[site] > 0 else None
+                with dry_run.cast(layer.name, site.precision(cast)), curve.watched(site.operand if site.forward else "grad"):
                     found = dry_run.run()
-                bend[slot] = slopes.curvature()
-                moved[slot] = dry_run.change(found, updates).square().cpu()
+                bend[site] = curve.of_pass()
+                moved[site] = dry_run.change(found, updates).square().cpu()
         row_loss, row_weights = [], []
         for number, option in enumerate(options):
             shares = {
-                slot: (layer.error(slot.operand, slot.cast(option)) / errors[slot]) ** 2 if errors[slot] else 0.0
-                for slot in slots
+                site: (layer.error(site.operand, site.cast(option)) / errors[site]) ** 2 if errors[site] else 0.0
+                for site in sites
             }
-            rise = sum(share * bend[slot] for slot, share in shares.items())
+            rise = sum(share * bend[site] for site, share in shares.items())
             row_loss.append(math.hypot(rise / base_loss, closed[place][number]))
-            row_weights.append(float(sum(share * moved[slot] for slot, share in shares.items()).sqrt().mean()))  # type: ignore[union-attr]
+            row_weights.append(float(sum(share * moved[site] for site, share in shares.items()).sqrt().mean()))  # type: ignore[union-attr]
         loss.append(row_loss)
         weights.append(row_weights)
     return loss, weights
 
 
-class _Slopes:
+def _coarsest(layer: LayerStatistics, site: CastSite, options: Sequence[Option]) -> Cast | None:
+    """Return the cast of an operand with the largest error."""
+    return max((site.cast(option) for option in options), key=lambda cast: layer.error(site.operand, cast))
+
+
+class _Curvature:
     """Slope of the loss along a layer's error Y - X W^T at its near and far end: dY (Y - X W^T) with the dY of each end."""
 
     def __init__(self, dry_run: DryRun, name: str) -> None:
@@ -319,7 +277,7 @@ class _Slopes:
             for hook in hooks:
                 hook.remove()
 
-    def curvature(self) -> float:
+    def of_pass(self) -> float:
         """Return e H e / 2 of the observed pass."""
         dry_run = self.dry_run
         total = torch.zeros((), dtype=torch.float64, device=dry_run.device)
@@ -388,3 +346,224 @@ def normal(stream: Stream, step: int, shape: Sequence[int], row: int, device: to
     uniform = ((stream.bits(step, size, (row, 2 * column), device=device) >> 8 & 0xFFFFFF).float() + 0.5) * 2.0**-24
     u, v = uniform.view(*shape, 2).unbind(-1)
     return torch.cos(2 * math.pi * u) * torch.sqrt(-2 * torch.log(v))
+
+
+# The probe joint -------------------------------------------------------------------------------------------------------
+
+See = Callable[[tuple[str, str], Linear, Tensor, float], None]
+"""(layer's name and operand, layer, rows, their share of all rows) -> None."""
+
+COMPARED_ROWS = 512
+"""Rows of X and dY that are compared in a micro-batch; the others are like them."""
+
+MOVE = 0.03
+"""Relative size of the moves, as a root mean square over layers: still linear, and well above the rounding of bfloat16."""
+
+SIZE = 0.3
+"""Size of the change of a gradient over which slopes of its step are taken, relative to that with all layers cast."""
+
+
+@torch.no_grad()
+def _joint(
+    dry_run: DryRun, statistics: Statistics, options: Sequence[Option], base: LossAndGradients, rows: "_ComparedRows"
+) -> Table:
+    """Return dW by two passes that perturb all layers at once; `rows` holds rows of the pass that `base` is of.
+
+    Let c_i = |u_i'| / |W_i|, elementwise: the relative change of layer i's next weights per change of its gradient g_i. An
+    error E of an operand of layer l changes g_i by J_il E, linear in E, and dW is the mean over i of a_i = |c_i J_il E|. Trying
+    every layer takes a pass for each. Instead, move every weight W_i by c_i z_i with random signs z_i. Second derivatives are
+    symmetric, so that what changes inside layer l is the sum over i of J_il^T c_i z_i. Its squared product with E is on average
+    the sum over i of a_i^2. The changes are:
+
+        error of X in Y = X W^T     the change of dX through dY, which is (change of dY) W
+        error of dY in dX = dY W    the change of Y through X, which is (change of X) W^T
+        error of W in both          the change of W's gradient
+
+    If the elements of E are independent with the standard deviation s, the sum over i of a_i^2 is s^2 times the squared norm of
+    that change. So one pass serves all layers, operands and options.
+
+    A sum of squares is not the mean that dW is. With weights 1 / b_i it comes close: if a_i is proportional to b_i, then
+
+        sum a_i = sqrt(sum a_i^2 / b_i * sum b_i)
+
+    and another pass with all layers in their coarsest casts gives b_i, the change of layer i's step in it. An error of dY
+    reaches earlier layers only, so its sums stop there. The error of layer l's own weight gradient dY^T X has a closed form and
+    is added.
+    """
+    sites = cast_sites(options)
+    if any(site.operand == "weight" and len(site.products) == 1 for site in sites):
+        raise UserError(
+            "An option casts the weight differently in its two products, which the probe 'joint' cannot tell apart: "
+            "use the probe 'measure'."
+        )
+    with _all_cast(dry_run, statistics, options, sites):
+        far = dry_run.run()
+    shares = dry_run.change(far, dry_run.updates(base)).tolist()
+    sizes = dry_run.norms(far.gradients[name] - g for name, g in base.gradients.items()).tolist()
+    del far
+    moves = _Moves(dry_run, base, sizes, shares)
+    with moves.moved() as size, rows.compared() as found:
+        moved = dry_run.run()
+    changes = {"weight": dry_run.norms(moved.gradients.pop(name) - g for name, g in base.gradients.items()).square().tolist()}
+    for operand in ("input", "grad"):
+        changes[operand] = _totals(dry_run, found, operand)
+    passed, count = divergence.sensitivities(statistics), len(statistics.layers)
+    every, before = sum(shares), 0.0
+    weights = []
+    for place, layer in enumerate(statistics.layers):
+        row = []
+        for option in options:
+            others = {operand: changes[operand][place] * _variance(layer, operand, option) / size**2 for operand in changes}
+            squares = (every - shares[place]) * (others["input"] + others["weight"]) + before * others["grad"]
+            own = passed[place] * divergence.gradient_error(layer, option)
+            row.append((own + math.sqrt(squares)) / count)
+        weights.append(row)
+        before += shares[place]
+    return weights
+
+
+class _ComparedRows:
+    """Some rows of X and dY of every layer in a first pass, to compare other passes with."""
+
+    def __init__(self, dry_run: DryRun) -> None:
+        self._dry_run = dry_run
+        self._first: dict[tuple[str, str], list[Tensor]] = {}
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep the rows of the pass inside the context."""
+        self._first = {}
+        with self._watched(lambda key, layer, rows, share: self._first.setdefault(key, []).append(rows)):
+            yield
+
+    @contextmanager
+    def compared(self) -> Iterator[dict[tuple[str, str], list[Tensor]]]:
+        """Compare the pass inside the context: yield squared norms of changes by layer and operand.
+
+        They are those of (change of dY) W for "input" and of (change of X) W^T for "grad", over all rows of a micro-batch.
+        """
+        first = {key: list(rows) for key, rows in self._first.items()}
+        found: dict[tuple[str, str], list[Tensor]] = {}
+
+        def compare(key: tuple[str, str], layer: Linear, rows: Tensor, share: float) -> None:
+            change, weight_NK = rows.float() - first[key].pop(0).float(), whole(layer.weight.detach()).float()
+            weight_NK = weight_NK.T if layer.transposed else weight_NK
+            passed = change @ weight_NK if key[1] == "input" else change @ weight_NK.T
+            found.setdefault(key, []).append(passed.square().sum() / share)
+
+        with self._watched(compare):
+            yield found
+
+    @contextmanager
+    def _watched(self, see: See) -> Iterator[None]:
+        with ExitStack() as stack:
+            for name, layer in self._dry_run.layers.items():
+                for hook in _hooks(name, layer, see, self._dry_run.parallel):
+                    stack.callback(hook.remove)
+            yield
+
+
+def _hooks(
+    name: str, layer: Linear, see: Callable[[tuple[str, str], Linear, Tensor, float], None], parallel: bool
+) -> list[Any]:
+    """Call `see` with rows of X under the key "grad" and rows of dY under the key "input": what their errors multiply."""
+
+    def before(_: nn.Module, args: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> None:
+        if torch._C._current_graph_task_id() == -1:  # else backward recomputes a checkpointed block
+            see((name, "grad"), layer, *_some_rows(args[0] if args else named["input"]))
+
+    def after(_: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
+        if y.requires_grad:
+            y.register_hook(lambda dy: see((name, "input"), layer, *_some_rows(dy)))  # type: ignore[no-untyped-call]
+
+    return [
+        layer.register_forward_pre_hook(before, with_kwargs=True),
+        layer.register_forward_hook(after, prepend=parallel),
+    ]
+
+
+@torch.no_grad()
+def _some_rows(x: Tensor) -> tuple[Tensor, float]:
+    """Return at most `COMPARED_ROWS` evenly spaced rows of x, viewed as a matrix, and their share of all rows."""
+    x = whole(x.detach())
+    matrix = x.reshape(-1, x.shape[-1])
+    every = max(1, matrix.shape[0] // COMPARED_ROWS)
+    rows = matrix[::every].clone()
+    return rows, rows.shape[0] / matrix.shape[0]
+
+
+def _variance(layer: LayerStatistics, operand: str, option: Option) -> float:
+    """Return the variance of an element's error where it reaches other layers: in Y = X W^T, or for dY in dX = dY W."""
+    return layer.deviation(operand, option.cast("input_grad" if operand == "grad" else "forward", operand)) ** 2
+
+
+@contextmanager
+def _all_cast(dry_run: DryRun, statistics: Statistics, options: Sequence[Option], sites: Sequence[CastSite]) -> Iterator[None]:
+    """Cast all operands of all layers with their coarsest casts inside the context."""
+    with ExitStack() as stack:
+        for layer in statistics.layers:
+            casts = [(site, site.precision(_coarsest(layer, site, options))) for site in sites]
+            operands = {site.operand: getattr(one, site.operand) for site, one in casts if len(site.products) == 2}
+            overrides = tuple(each for _, one in casts for each in one.overrides)
+            stack.enter_context(dry_run.cast(layer.name, LayerPrecision(**operands, overrides=overrides)))
+        yield
+
+
+class _Moves:
+    """The moves c_i z_i / sqrt(b_i) of the weights, or of rows that stand for all of a weight's, enlarged accordingly."""
+
+    def __init__(self, dry_run: DryRun, base: LossAndGradients, sizes: Sequence[float], shares: Sequence[float]) -> None:
+        """Take norms of changes with all layers cast: of gradients (`sizes`), and of steps relative to |W| (`shares`)."""
+        self._dry_run, self._base = dry_run, base
+        self._sizes, self._shares = dict(zip(dry_run.names, sizes, strict=True)), dict(zip(dry_run.names, shares, strict=True))
+        self._norms = dict(zip(dry_run.names, dry_run.sizes.tolist(), strict=True))
+
+    def _slope(self, name: str) -> Tensor:
+        """Return c_i / sqrt(b_i) of the rows that stand for all of this rank's shard, float32."""
+        dry_run, scale, rows = self._dry_run, self._base.scale, self._dry_run.rows_of(name)
+        g = rows.take(self._base.gradients[name])
+        if not self._shares[name] or not self._norms[name] or not self._sizes[name]:
+            return torch.zeros_like(g)
+        change = scale * SIZE * self._sizes[name] / math.sqrt(dry_run.weights[name].numel())
+        slope = rows.rule(dry_run.rules[name]).secant(scale * g, change)
+        return slope.mul_(scale * rows.factor / (self._norms[name] * math.sqrt(self._shares[name])))
+
+    @contextmanager
+    def moved(self) -> Iterator[float]:
+        """Move rows of all weights inside the context; yield the factor of their moves."""
+        dry_run = self._dry_run
+        slopes = {name: self._slope(name) for name in dry_run.weights}
+        relative = dry_run.norms(slopes.values()) / dry_run.sizes.clamp(min=1e-30)
+        size = MOVE / max(float(relative.square().mean().sqrt()), 1e-30)
+        kept = {name: rows.clone() for name, rows in self._rows()}
+        try:  # `.data` keeps the versions of the weights: they end as they began
+            for name, rows in self._rows():
+                signs = dry_run.rows_of(name).signs(_stream(dry_run.stream, name), dry_run.weights[name])
+                rows.add_((size * slopes.pop(name) * signs).to(rows.dtype))
+            yield size
+        finally:
+            for name, rows in self._rows():
+                rows.copy_(kept[name])
+
+    def _rows(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the rows of each weight that move, as views."""
+        for name, weight in self._dry_run.weights.items():
+            yield name, self._dry_run.rows_of(name).take(local(weight).data)
+
+
+def _stream(stream: Stream, name: str) -> Stream:
+    return Stream(stream.seed, f"{stream.purpose} signs", f"{stream.name}.{name}")
+
+
+def _totals(dry_run: DryRun, found: Mapping[tuple[str, str], Sequence[Tensor]], operand: str) -> list[float]:
+    """Return the squared norms of changes of each layer, over all micro-batches, ranks and stages."""
+    totals = torch.zeros(len(dry_run.names), dtype=torch.float64, device=dry_run.device)
+    for place, name in enumerate(dry_run.names):
+        if squares := found.get((name, operand)):
+            totals[place] = torch.stack(list(squares)).double().sum()
+    if operand == "input":  # gradients of the mean loss over ranks and micro-batches are smaller
+        totals /= (dry_run.ranks * dry_run.undivided) ** 2
+    for group in (dry_run.group, dry_run.pipeline):
+        if group is not None:
+            torch.distributed.all_reduce(totals, group=group)
+    return totals.tolist()

@@ -16,20 +16,19 @@ import math
 import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from dither.console import Tick
 from dither.errors import UserError
 from dither.nn import Linear
-from dither.snip.divergence import Scores
 from dither.snip.options import Option
 from dither.snip.statistics import LayerStatistics
-from dither.spec import PRODUCTS, Cast, LayerPrecision, Plan
+from dither.spec import PRODUCTS, Cast
 
 Shape = tuple[int, int, int]
 """(M, N, K): tokens, output features and input features of a layer."""
@@ -39,13 +38,22 @@ SPEEDS: Mapping[int, float] = MappingProxyType({32: 0.5, 16: 1.0, 8: 2.0, 6: 2.0
 
 
 @dataclass(frozen=True)
-class Times:
+class LayerTimes:
     """Seconds per layer, forward and backward, by shape and casts, on one kind of GPU."""
 
     device: str
     torch: str
     seconds: Mapping[Shape, Mapping[str, float]] = field(hash=False)
     """By (M, N, K), then by `str(option.precision)`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, ready for JSON."""
+        return {**vars(self), "seconds": {shape_text(shape): dict(row) for shape, row in self.seconds.items()}}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "LayerTimes":
+        """Return the object that `to_dict` described."""
+        return cls(data["device"], data["torch"], {_shape_of(text): dict(row) for text, row in data["seconds"].items()})
 
     def of(self, layer: LayerStatistics, option: Option) -> float:
         """Return the seconds of a layer in an option; raise if they were not measured."""
@@ -59,24 +67,36 @@ class Times:
         return found
 
 
-Cost = Literal["flops"] | Times
-"""The cost of computing a layer: FLOPs at the speed of their format, or measured seconds."""
+def shape_text(shape: Shape) -> str:
+    """Return a shape as files and tables have it.
+
+    >>> shape_text((8192, 5632, 2048))
+    '8192 x 5632 x 2048'
+    """
+    return " x ".join(map(str, shape))
+
+
+def _shape_of(text: str) -> Shape:
+    m, n, k = map(int, text.split(" x "))
+    return m, n, k
 
 
 def costs(
-    layers: Sequence[LayerStatistics], options: Sequence[Option], cost: Cost = "flops", *, speeds: Mapping[int, float] = SPEEDS
+    layers: Sequence[LayerStatistics],
+    options: Sequence[Option],
+    times: LayerTimes | None = None,
+    *,
+    speeds: Mapping[int, float] = SPEEDS,
 ) -> list[list[float]]:
-    """Return the cost of each layer in each option: seconds, or its fraction of the model's FLOPs divided by their speed.
+    """Return the cost of each layer in each option: its fraction of the model's FLOPs divided by their speed, or seconds.
 
     >>> from types import SimpleNamespace as Layer
     >>> from dither.snip.options import options
     >>> costs([Layer(name="up", M=8, N=4, K=4)], options("bf16,fp4"))[0]
     [1.0, 0.25]
     """
-    if isinstance(cost, Times):
-        return [[cost.of(layer, option) for option in options] for layer in layers]
-    if cost != "flops":
-        raise UserError(f"A cost is 'flops' or the Times of dither.snip.measure_times, not {cost!r}.")
+    if times is not None:
+        return [[times.of(layer, option) for option in options] for layer in layers]
     per_product = [
         [1 / min(_speed(cast, speeds) for cast in option.precision.casts(product)) for product in PRODUCTS]
         for option in options
@@ -85,7 +105,11 @@ def costs(
 
 
 def efficiency(
-    layers: Sequence[LayerStatistics], options: Sequence[Option], cost: Cost = "flops", *, speeds: Mapping[int, float] = SPEEDS
+    layers: Sequence[LayerStatistics],
+    options: Sequence[Option],
+    times: LayerTimes | None = None,
+    *,
+    speeds: Mapping[int, float] = SPEEDS,
 ) -> list[list[float]]:
     """Return the fraction of the possible savings that each layer contributes in each option, as `solve` takes it.
 
@@ -95,16 +119,16 @@ def efficiency(
     >>> [[round(share, 3) for share in row] for row in efficiency(layers, options("fp8,fp4"))]
     [[0.0, 0.0, 0.0, 0.111, 0.0, 0.111, 0.111, 0.333], [0.0, 0.0, 0.0, 0.222, 0.0, 0.222, 0.222, 0.667]]
     """
-    taken = costs(layers, options, cost, speeds=speeds)
+    taken = costs(layers, options, times, speeds=speeds)
     most = [max(row) for row in taken]
-    if isinstance(cost, Times):
+    if times is not None:
         possible = math.fsum(slow - min(row) for slow, row in zip(most, taken, strict=True))
     else:  # the savings of the narrowest format for all operands, whether or not there is such an option
         found = {_speed(cast, speeds) for option in options for each in PRODUCTS for cast in option.precision.casts(each)}
         possible = 1 / min(found) - 1 / max(found)
         most = [share / min(found) for share in shares(layers)]
     if possible <= 0:
-        what = f"on {cost.device!r}" if isinstance(cost, Times) else "in FLOPs"
+        what = "in FLOPs" if times is None else f"on {times.device!r}"
         names = ", ".join(option.name for option in options[:3])
         raise UserError(f"The options {names}, ... all cost the same {what}, so no target can choose among them.")
     # The slowest option saves nothing, even if rounding makes its sum of thirds a little larger than the whole.
@@ -127,21 +151,7 @@ def _speed(cast: Cast | None, speeds: Mapping[int, float]) -> float:
     return speeds[min(wide)]
 
 
-def choice_record(scores: Scores, options: Sequence[Option], plan: Plan) -> dict[str, Any]:
-    """Return what a report needs to judge a choice, in plain values: savings and costs in FLOPs, and the options of a plan.
-
-    Rows are layers, columns are options; the option of a layer is -1 if the plan has other casts.
-    """
-    layers, chosen = scores.statistics.layers, []
-    for name in scores.layers:
-        precision = replace(plan.for_layer(name) or LayerPrecision(), sampling=None, input_sampling=None)
-        chosen.append(next((place for place, option in enumerate(options) if option.precision == precision), -1))
-    if len(layers) != len(scores.layers) or tuple(option.name for option in options) != scores.options:
-        raise UserError("The scores are for other layers or options.")
-    return {"savings": efficiency(layers, options), "costs": costs(layers, options), "chosen": chosen}
-
-
-# Times -----------------------------------------------------------------------------------------------------------------
+# Measuring times -------------------------------------------------------------------------------------------------------
 
 TIMES_VERSION = 1
 
@@ -159,7 +169,7 @@ def measure_times(
     path: str | Path | None = None,
     device: torch.device | str = "cuda",
     tick: Tick = lambda done, total: None,
-) -> Times:
+) -> LayerTimes:
     """Measure the time of a BF16 layer, forward and backward with all its casts, for each shape (M, N, K) and option.
 
     `path` is a JSON file of times. It is read first, and only what is missing is measured and added; times of several GPUs
@@ -175,7 +185,7 @@ def measure_times(
     mine = known.setdefault(f"{name}, torch {torch.__version__}", {})
     asked = list(dict.fromkeys(shapes))
     for number, shape in enumerate(asked, 1):
-        row = mine.setdefault(" x ".join(map(str, shape)), {})
+        row = mine.setdefault(shape_text(shape), {})
         for option in options:
             if str(option.precision) not in row:
                 row[str(option.precision)] = _measure(shape, option, where)
@@ -184,10 +194,10 @@ def measure_times(
             new.write_text(json.dumps({"version": TIMES_VERSION, "times": known}, indent=1), encoding="utf-8")
             os.replace(new, path)
         tick(number, len(asked))
-    return Times(name, torch.__version__, {shape: dict(mine[" x ".join(map(str, shape))]) for shape in asked})
+    return LayerTimes(name, torch.__version__, {shape: dict(mine[shape_text(shape)]) for shape in asked})
 
 
-def read_times(path: str | Path) -> Times:
+def read_times(path: str | Path) -> LayerTimes:
     """Return the times of a file that `measure_times` wrote, which must have those of one GPU and one version of torch."""
     known = _read(Path(path))
     if len(known) != 1:
@@ -196,10 +206,9 @@ def read_times(path: str | Path) -> Times:
     ((machine, rows),) = known.items()
     device, _, version = machine.rpartition(", torch ")
     try:
-        shapes = {shape: tuple(map(int, shape.split(" x "))) for shape in rows}
+        return LayerTimes.from_dict({"device": device, "torch": version, "seconds": rows})
     except ValueError as error:
         raise UserError(f"The times {str(path)!r} cannot be read: {error}.") from None
-    return Times(device, version, {shapes[shape]: row for shape, row in rows.items()})  # type: ignore[misc]
 
 
 def _measure(shape: Shape, option: Option, device: torch.device) -> float:

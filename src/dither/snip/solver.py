@@ -13,12 +13,9 @@ multiplier) rules out most options. The others are searched exactly by dynamic p
 too many sums, by `scipy.optimize.milp` (HiGHS) with a gap of zero.
 """
 
-import functools
 import math
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
 
 import numpy
 from numpy.typing import NDArray
@@ -28,23 +25,6 @@ from dither.errors import UserError
 Rows = Sequence[Sequence[float]]
 Array = NDArray[numpy.float64]
 Choice = NDArray[numpy.int64]
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-
-def accepts_quality(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Accept the keyword `quality`, the previous release's name of `harm`, with a DeprecationWarning."""
-
-    @functools.wraps(function)
-    def renaming(*args: Any, **named: Any) -> Any:
-        if "quality" in named:
-            warnings.warn(f"{function.__name__}'s quality= is now harm=.", DeprecationWarning, stacklevel=2)
-            named["harm"] = named.pop("quality")
-        return function(*args, **named)
-
-    return renaming
-
 
 SECONDS = 30.0
 """Time limit. After it the best solution so far is returned; its gap bounds the distance from the optimum."""
@@ -71,12 +51,6 @@ class Solution:
     target: float
     """Target that was asked for."""
 
-    @property
-    def quality(self) -> float:
-        """Return `harm`, under its name in the previous release."""
-        warnings.warn("Solution.quality is now Solution.harm.", DeprecationWarning, stacklevel=2)
-        return self.harm
-
 
 @dataclass(frozen=True)
 class _Problem:
@@ -95,7 +69,6 @@ class _Problem:
         return best
 
 
-@accepts_quality
 def solve(
     harm: Rows,
     efficiency: Rows,
@@ -135,7 +108,6 @@ def solve(
     return Solution(chosen, harm_sum, share, gap, float(target))
 
 
-@accepts_quality
 def frontier(
     harm: Rows,
     efficiency: Rows,
@@ -163,7 +135,6 @@ def frontier(
     )
 
 
-@accepts_quality
 def largest_target(
     harm: Rows,
     efficiency: Rows,

@@ -8,8 +8,6 @@ Rules compute what torch.optim computes, in float32. Coupled weight decay (`g + 
 
     AdamW, Adam, AdamMini    `AdamRule`        m, v in any format
     SGD                      `SgdRule`         momentum, dampening, Nesterov
-    RMSprop                  `RmspropRule`     centered or not, momentum
-    Adagrad                  `AdagradRule`     decay of the learning rate
     Muon                     `MuonRule`        momentum, Nesterov, Newton-Schulz iterations
 """
 
@@ -217,94 +215,6 @@ class SgdRule(UpdateRule):
 
 
 @dataclass(frozen=True)
-class RmspropRule(UpdateRule):
-    """RMSprop: each element is divided by its root mean square.
-
-    v' = alpha v + (1 - alpha) g^2        a' = alpha a + (1 - alpha) g, if centered
-    s = sqrt(v'), if centered sqrt(v' - a'^2)
-    u(g) = lr (momentum b + g / (s + eps))
-    h' = lr | 1 / (s + eps) - (1 - alpha) g (g - a') / (s (s + eps)^2) |, where a' is 0 unless centered
-    """
-
-    TENSORS: ClassVar[tuple[str, ...]] = ("v", "mean", "buffer", "decay")
-
-    v: Tensor
-    t: int
-    lr: float
-    alpha: float
-    eps: float
-    momentum: float = 0.0
-    mean: Tensor | None = None
-    """a; None unless centered."""
-    buffer: Tensor | None = None
-    """b; None without momentum."""
-    decay: Tensor | None = None
-    """Coupled weight decay: weight_decay * w."""
-    maximize: bool = False
-
-    def _parts(self, g: Tensor) -> tuple[Tensor, Tensor, Tensor | float]:
-        """Return g with decay, s and a'."""
-        g = _gradient(g.float(), self.decay, self.maximize)
-        v = self.alpha * self.v + (1 - self.alpha) * g.square()
-        mean: Tensor | float = 0.0
-        if self.mean is not None:
-            mean = self.alpha * self.mean + (1 - self.alpha) * g
-            v = v - mean * mean
-        return g, v.sqrt(), mean
-
-    def update(self, g: Tensor) -> Tensor:
-        """Return u(g), which a step subtracts from the weight: float32 in the weight's shape."""
-        g, s, _ = self._parts(g)
-        step = g / (s + self.eps)
-        return self.lr * (step if self.buffer is None else self.momentum * self.buffer + step)
-
-    def slope(self, g: Tensor) -> Tensor:
-        """Return h', elementwise."""
-        g, s, mean = self._parts(g)
-        second = torch.where(s > 0, (1 - self.alpha) * g * (g - mean) / (s * (s + self.eps).square()), 0.0)
-        slope: Tensor = self.lr * (1 / (s + self.eps) - second)
-        return slope.abs()
-
-
-@dataclass(frozen=True)
-class AdagradRule(UpdateRule):
-    """Adagrad: each element is divided by the root of its sum of squares.
-
-    z' = z + g^2        u(g) = lr / (1 + (t - 1) lr_decay) * g / (sqrt(z') + eps)
-    h' = lr / (1 + (t - 1) lr_decay) * | 1 / (sqrt z' + eps) - g^2 / (sqrt z' (sqrt z' + eps)^2) |
-    """
-
-    TENSORS: ClassVar[tuple[str, ...]] = ("total", "decay")
-
-    total: Tensor
-    """z, the sum of squares so far."""
-    t: int
-    lr: float
-    lr_decay: float
-    eps: float
-    decay: Tensor | None = None
-    """Coupled weight decay: weight_decay * w."""
-    maximize: bool = False
-
-    @property
-    def _rate(self) -> float:
-        return self.lr / (1 + (self.t - 1) * self.lr_decay)
-
-    def update(self, g: Tensor) -> Tensor:
-        """Return u(g), which a step subtracts from the weight: float32 in the weight's shape."""
-        g = _gradient(g.float(), self.decay, self.maximize)
-        return self._rate * g / ((self.total + g.square()).sqrt() + self.eps)
-
-    def slope(self, g: Tensor) -> Tensor:
-        """Return h', elementwise."""
-        g = _gradient(g.float(), self.decay, self.maximize)
-        root = (self.total + g.square()).sqrt()
-        second = torch.where(root > 0, g.square() / (root * (root + self.eps).square()), 0.0)
-        slope: Tensor = self._rate * (1 / (root + self.eps) - second)
-        return slope.abs()
-
-
-@dataclass(frozen=True)
 class MuonRule(UpdateRule):
     """Muon: a function of the whole matrix, so that only the norm of h' is available, not its elements.
 
@@ -413,8 +323,8 @@ class _Loading(Mapping[str, UpdateRule]):
 def update_rules_of(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) -> Mapping[str, UpdateRule]:
     """Return the update rule of each layer's weight, by layer name.
 
-    Supported optimizers are dither's AdamW in every format and AdamMini, and torch's AdamW, Adam, SGD, RMSprop, Adagrad and
-    Muon. A rule is read from the optimizer each time it is accessed.
+    Supported optimizers are dither's AdamW in every format and AdamMini, and torch's AdamW, Adam, SGD and Muon. A rule is read
+    from the optimizer each time it is accessed.
 
     >>> layer = torch.nn.Linear(4, 2)
     >>> optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
@@ -459,8 +369,6 @@ def _reader(optimizer: torch.optim.Optimizer) -> _Reader:
     """Return the function that turns a weight's state into its rule."""
     readers: list[tuple[type, _Reader]] = [
         (torch.optim.SGD, _sgd),
-        (torch.optim.RMSprop, _rmsprop),
-        (torch.optim.Adagrad, _adagrad),
         (torch.optim.Muon, _muon),
     ]
     for kind, read in readers:
@@ -475,7 +383,7 @@ def _reader(optimizer: torch.optim.Optimizer) -> _Reader:
 def _unknown(optimizer: torch.optim.Optimizer) -> UserError:
     return UserError(
         f"SNIP needs the derivative of an optimizer's update with respect to the gradient, and has none for "
-        f"{type(optimizer).__name__}: use AdamW, Adam, AdamMini, SGD, RMSprop, Adagrad or Muon."
+        f"{type(optimizer).__name__}: use AdamW, Adam, AdamMini, SGD or Muon."
     )
 
 
@@ -507,37 +415,6 @@ def _sgd(optimizer: torch.optim.Optimizer, weight: Tensor, state: dict[str, Any]
         group["dampening"],
         group["nesterov"],
         _wide(state, "momentum_buffer"),
-        _coupled(weight, group),
-        group["maximize"],
-    )
-
-
-def _rmsprop(
-    optimizer: torch.optim.Optimizer, weight: Tensor, state: dict[str, Any], group: dict[str, Any], _: int
-) -> RmspropRule:
-    return RmspropRule(
-        _some(state, "square_avg"),
-        int(state["step"]) + 1,
-        float(group["lr"]),
-        group["alpha"],
-        group["eps"],
-        group["momentum"],
-        _wide(state, "grad_avg") if group["centered"] else None,
-        _wide(state, "momentum_buffer") if group["momentum"] > 0 else None,
-        _coupled(weight, group),
-        group["maximize"],
-    )
-
-
-def _adagrad(
-    optimizer: torch.optim.Optimizer, weight: Tensor, state: dict[str, Any], group: dict[str, Any], _: int
-) -> AdagradRule:
-    return AdagradRule(
-        _some(state, "sum"),
-        int(state["step"]) + 1,
-        float(group["lr"]),
-        group["lr_decay"],
-        group["eps"],
         _coupled(weight, group),
         group["maximize"],
     )

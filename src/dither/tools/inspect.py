@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from dither.checkpoint import write
+from dither import checkpoint
+from dither.checkpoint.read import LoadedTensors
+from dither.checkpoint.state import optimizer_state
 from dither.console import Stage, silent
 from dither.errors import UserError
 from dither.models import hf, load_pretrained, preset
 from dither.models.presets import skeleton
-from dither.nn.convert import _reasons
-from dither.nn.deployment import _weight
-from dither.nn.sites import find_sites
+from dither.nn.convert import reasons_left_alone
+from dither.nn.sites import find_sites, weight_of
 from dither.numerics.counts import COUNTS, SAMPLE, cast_counts
 from dither.numerics.monitor import MeasuredUpdate, last_update
 from dither.numerics.report import WeightUpdate, finite
@@ -110,7 +111,7 @@ def inspect(path: str | Path, casts: Sequence[Cast], stage: Stage = silent) -> I
         return InspectedModel(str(path), None, _all_inspected(weights, casts, stage))
     with stage(f"Reading {path}"):
         where = checkpoint_of(path)
-        tensors, plain = write.load(where)
+        tensors, plain = checkpoint.load(where)
         note, updates = _updates(plain, tensors)
         weights = [each._replace(update=updates.get(each.name)) for each in _of_checkpoint(where, tensors, plain)]
     return InspectedModel(str(where), int(plain["step"]), _all_inspected(weights, casts, stage), note)
@@ -132,10 +133,10 @@ def _of_huggingface(path: Path) -> Iterator[_Weight]:
     except UserError:
         model = hf(str(path))  # transformers has more architectures
     sites = find_sites(model)
-    left = _reasons(model, Plan(default=LayerPrecision()), sites, (), ())
+    left = reasons_left_alone(model, Plan(default=LayerPrecision()), sites, (), ())
     for site in sites:
         if site.name not in left:
-            _, weight, axis = _weight(site)
+            _, weight, axis = weight_of(site)
             yield _Weight(site.name, weight.detach(), axis % weight.dim())
 
 
@@ -217,7 +218,7 @@ def _optimizer(plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple
     groups = [
         {
             **{key: value for key, value in group.items() if key in MEANING},
-            "params": [(name, nn.Parameter(tensors[f"model:{same.get(name, name)}"])) for name in group["param_names"]],
+            "params": [(name, nn.Parameter(tensors[f"model:{same.get(name, name)}"])) for name in group["params"]],
         }
         for group in saved
     ]
@@ -227,15 +228,7 @@ def _optimizer(plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple
             return None, "Adam-mini's second moments belong to the roles of a model that the checkpoint does not describe."
         known = roles(skeleton(_sizes(config, tensors)))
     optimizer = AdamW(groups) if known is None else AdamMini(groups, known)
-    state: dict[int, dict[str, Any]] = {}
-    for key, value in tensors.items():
-        kind, _, rest = key.partition(":")
-        if kind == "optimizer":
-            index, _, name = rest.partition(":")
-            state.setdefault(int(index), {})[name] = value
-    for index, numbers in plain["optimizer"]["numbers"].items():
-        state.setdefault(int(index), {}).update(numbers)
-    optimizer.load_state_dict({"state": state, "param_groups": saved})
+    optimizer.load_state_dict(optimizer_state(optimizer, LoadedTensors(tensors), plain["optimizer"]))
     return optimizer, ""
 
 

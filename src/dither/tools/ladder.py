@@ -29,11 +29,11 @@ from dither.data.text import STDLIB
 from dither.errors import UserError
 from dither.models import PRESETS, parameter_count, preset
 from dither.report.ladder import LadderReport, Result, read_result
+from dither.spec.fields import check_at_least, check_choice, check_types
 from dither.tools.arms import SHARED, Arm, find_field
-from dither.tools.trials import POLL, _last_line, _stop_without_parent
+from dither.tools.trials import POLL, last_line, stop_without_parent
 from dither.train import config as configs
 from dither.train.config import Config
-from dither.train.fields import check_at_least, check_choice, check_types
 from dither.train.guard import Signals
 from dither.train.loop import Outcome, train
 from dither.train.toml_text import parse
@@ -324,7 +324,7 @@ def run_all(
     left = len(waiting) + len(running)
     if left:
         say(f"{left} runs are left: the same command continues.")
-    return signals.exit_code if signals.received else 0
+    return signals.exit_code
 
 
 def _collect(run: Run, name: str, out: Path, code: int | None, seconds: float, jobs: int) -> Result:
@@ -333,7 +333,7 @@ def _collect(run: Run, name: str, out: Path, code: int | None, seconds: float, j
     if isinstance(result, Result):
         return result
     died = f"it was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"it ended with code {code}"
-    why = f"{_last_line(out / LOGS / f'{name}.txt') or 'no output'} ({died})"
+    why = f"{last_line(out / LOGS / f'{name}.txt') or 'no output'} ({died})"
     failed = run.result(status="failed", why=why, seconds=seconds, jobs=jobs, machine={})
     _write(out / f"{name}.json", failed)
     return failed
@@ -347,7 +347,7 @@ def _work(run: Run, name: str, out: str, jobs: int) -> None:
     with open(Path(out) / LOGS / f"{name}.txt", "w", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    threading.Thread(target=_stop_without_parent, daemon=True).start()
+    threading.Thread(target=stop_without_parent, daemon=True).start()
     torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
     began, folder = time.monotonic(), Path(run.config.run.out)
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,7 +1,4 @@
-"""The runs of a comparison: plan them from arms, seeds and a sweep, train them, and collect the results.
-
-The packages of the command line are not needed: `benchmarks/sweep.py` runs comparisons without them.
-"""
+"""The runs of a comparison: plan them from arms, seeds and a sweep, train them, and collect the results."""
 
 import multiprocessing
 import os
@@ -14,7 +11,6 @@ from dataclasses import dataclass, fields, replace
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import torch
@@ -207,14 +203,12 @@ def run_all(
     resume: bool = False,
     parallel: int = 1,
     command: Sequence[str] = (),
-    seconds: float | None = None,
     say: Callable[[str], None] = print,
     stage: Stage = silent,
 ) -> int:
     """Train the unfinished runs, `parallel` at a time. Return 0, or the exit code of the signal that ended them.
 
-    After `seconds`, unfinished runs are saved and stopped as by SIGTERM (143); `resume` continues them. `stage` shows the steps
-    of parallel runs; a run alone shows its own steps.
+    `stage` shows the steps of parallel runs; a run alone shows its own steps.
     """
     if parallel < 1:
         raise UserError(f"--parallel is the number of runs that train at the same time, at least 1, not {parallel}.")
@@ -223,10 +217,10 @@ def run_all(
     for label in (label for label, over in done.items() if over):
         say(f"{label} is finished already.")
     todo = [(label, trial) for label, trial in numbered if not done[label]]
-    if parallel == 1 and seconds is None:
+    if parallel == 1:
         return _one_by_one(todo, resume, command, say)
     with stage(f"Training {len(todo)} runs, {parallel} at a time") as tick:
-        return _Pool(todo, resume, command, seconds, say).run(parallel, tick)
+        return _Pool(todo, resume, command, say).run(parallel, tick)
 
 
 def _one_by_one(todo: Sequence[tuple[str, Trial]], resume: bool, command: Sequence[str], say: Callable[[str], None]) -> int:
@@ -266,11 +260,9 @@ class _Pool:
         todo: Sequence[tuple[str, Trial]],
         resume: bool,
         command: Sequence[str],
-        seconds: float | None,
         say: Callable[[str], None],
     ) -> None:
         self.waiting, self.resume, self.command, self.say = list(todo), resume, tuple(command), say
-        self.deadline = None if seconds is None else monotonic() + seconds
         self.running: list[_Running] = []
         self.steps = {label: 0 for label, _ in todo}
         """Steps done by each run."""
@@ -278,7 +270,7 @@ class _Pool:
         self.context: Any = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
 
     def run(self, parallel: int, tick: Tick) -> int:
-        """Run `parallel` processes until all runs have ended, one fails, a signal arrives or the time is up."""
+        """Run `parallel` processes until all runs have ended, one fails or a signal arrives."""
         if os.environ.get("WORLD_SIZE", "1") != "1":
             raise UserError("--parallel starts processes itself: run it without torchrun, or without --parallel.")
         failed = ""
@@ -291,16 +283,15 @@ class _Pool:
                     self.steps |= {each.label: each.steps(self.steps[each.label]) for each in self.running}
                     tick(sum(self.steps.values()), self.total)
                     failed = next(filter(None, [self._end(each) for each in self._over()]), "")
-                    if failed or signals.received or self._late():
+                    if failed or signals.received:
                         break
             finally:  # an error must not leave a process behind either
-                stopped = self._stop(signal.SIGINT if signals.received == "SIGINT" else signal.SIGTERM)
+                self._stop(signal.SIGINT if signals.received == "SIGINT" else signal.SIGTERM)
             if failed:
                 raise UserError(f"{failed} Unfinished runs are saved: continue with --resume.")
-            if signals.received or stopped or self.waiting:
-                self.say(f"{signals.received or 'The time is up'}: unfinished runs are saved. Continue with --resume.")
-                return signals.exit_code or 143
-        return 0
+            if signals.received:
+                self.say(f"{signals.received}: unfinished runs are saved. Continue with --resume.")
+        return signals.exit_code
 
     def _start(self, label: str, trial: Trial, parallel: int) -> None:
         log = trial.folder.parent / LOGS / f"{trial.folder.name}.txt"
@@ -330,22 +321,16 @@ class _Pool:
             return ""
         if code in (130, 143):
             return ""  # stopped by a signal, and saved
-        return (
-            f"{each.label} failed: {_last_line(each.log) or f'its process ended with code {code}'} (full output: {each.log})."
-        )
+        return f"{each.label} failed: {last_line(each.log) or f'its process ended with code {code}'} (full output: {each.log})."
 
-    def _late(self) -> bool:
-        return self.deadline is not None and monotonic() > self.deadline
-
-    def _stop(self, how: signal.Signals) -> bool:
-        """Ask the running processes to save and stop, and wait for them. Return whether there were any."""
+    def _stop(self, how: signal.Signals) -> None:
+        """Ask the running processes to save and stop, and wait for them."""
         running, self.running = self.running, []
         for each in running:
             if each.process.pid is not None and each.process.is_alive():
                 os.kill(each.process.pid, how)
         for each in running:
             each.process.join()
-        return bool(running)
 
 
 def _work(config: Config, resume: bool, command: tuple[str, ...], log: str, threads: int) -> None:
@@ -354,7 +339,7 @@ def _work(config: Config, resume: bool, command: tuple[str, ...], log: str, thre
     with open(log, "a", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    threading.Thread(target=_stop_without_parent, daemon=True).start()
+    threading.Thread(target=stop_without_parent, daemon=True).start()
     torch.set_num_threads(threads)
     sys.exit(_trained(config, resume, command))
 
@@ -373,7 +358,7 @@ def _trained(config: Config, resume: bool, command: tuple[str, ...]) -> int:
     return outcome.code
 
 
-def _stop_without_parent() -> None:
+def stop_without_parent() -> None:
     """Save and stop, as by SIGTERM, if the parent dies."""
     parent = multiprocessing.parent_process()
     if parent is not None:
@@ -381,7 +366,8 @@ def _stop_without_parent() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _last_line(log: Path) -> str:
+def last_line(log: Path) -> str:
+    """Return the last line of a log that is not empty, or ""."""
     try:
         lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError:

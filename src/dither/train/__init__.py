@@ -5,12 +5,6 @@ from typing import TYPE_CHECKING
 from dither.lazy import lazily
 
 if TYPE_CHECKING:
-    from dither.checkpoint.sharded import ShardedSaver as ShardedSaver
-    from dither.checkpoint.state import Resumed as Resumed
-    from dither.checkpoint.state import pack as pack
-    from dither.checkpoint.state import pack_sharded as pack_sharded
-    from dither.checkpoint.state import unpack as unpack
-    from dither.checkpoint.write import Saver as Saver
     from dither.train.config import Config as Config
     from dither.train.config import Parallel as Parallel
     from dither.train.config import schedule as schedule
@@ -25,9 +19,6 @@ if TYPE_CHECKING:
 __getattr__ = lazily(
     __name__,
     {
-        "dither.checkpoint.sharded": "ShardedSaver",
-        "dither.checkpoint.state": "Resumed pack pack_sharded unpack",
-        "dither.checkpoint.write": "Saver",
         "config": "Config Parallel schedule",
         "guard": "Guard Policy Signals",
         "loop": "Outcome train",

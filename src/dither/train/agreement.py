@@ -18,8 +18,8 @@ from dither.errors import DitherError, UserError
 from dither.nn import step_context
 from dither.nn.sharded.tensor_parallel import local
 from dither.nn.untouched import untouched
+from dither.spec.fields import hints
 from dither.train.config import Config
-from dither.train.fields import hints
 from dither.train.ranks import Ranks, everywhere
 from dither.train.trainer import Trainer
 from dither.versions import version
@@ -62,7 +62,7 @@ def facts_of_trainer(trainer: Trainer) -> dict[str, str]:
     words = {
         "the step": str(trainer.done),
         "the corpus": trainer.corpus.sha256,
-        "the plan": hashlib.sha256(trainer.plan.to_json().encode()).hexdigest(),
+        "the plan": hashlib.sha256(trainer.conversion.plan.to_json().encode()).hexdigest(),
     }
     numbers = digests(tensors.values()).tolist()
     part = f" in part {trainer.layout.part}" if trainer.layout.cut else ""
@@ -81,8 +81,8 @@ def _tensors(trainer: Trainer) -> dict[str, Tensor]:
 def _title(name: str) -> str:
     """Return the name of a tensor of a checkpoint in words.
 
-    >>> _title("model:head.weight"), _title("optimizer:3:exp_avg")
-    ('the weight head.weight', 'the optimizer state 3:exp_avg')
+    >>> _title("model:head.weight"), _title("optimizer:head.weight:exp_avg")
+    ('the weight head.weight', 'the optimizer state head.weight:exp_avg')
     """
     kind, _, rest = name.partition(":")
     return f"the {KINDS.get(kind, kind)} {rest}"

@@ -17,11 +17,10 @@ from typing import Any, Literal, NamedTuple
 from dither.errors import UserError, renamed
 from dither.files import Refused, read_text
 from dither.models import PRESETS
-from dither.snip import options
-from dither.snip.settings import Estimator, Goal, Schedule, check_budget, check_weights, pins
+from dither.snip.settings import SnipSettings
 from dither.spec import Sampling, did_you_mean
+from dither.spec.fields import check_at_least, check_choice, check_seed, check_types, check_within, hints, sentences, type_name
 from dither.spec.modes import MODES, MOST_NORM, LossScaling
-from dither.train.fields import check_at_least, check_choice, check_seed, check_types, check_within, hints, sentences, type_name
 from dither.train.guard import Policy
 from dither.train.lora_settings import Lora as Lora
 from dither.train.parallel_settings import Parallel as Parallel
@@ -153,81 +152,6 @@ class Optim:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Snip:
-    """The precision of each layer, chosen during training. Without a target it does not change."""
-
-    target: float | None = None
-    """Fraction of the possible savings, from 0 to 1: with fp8,fp4 the fraction of FLOPs in FP4; by default SNIP is off."""
-    options: str = "fp8,fp4"
-    """Levels of each operand of a layer."""
-    start: int = 100
-    """Step of the first statistics."""
-    every: int = 100_000
-    """Steps between statistics."""
-    delay: int = 10
-    """Steps from statistics to the plan based on them."""
-    probe: Literal["auto", "measure", "layer", "joint", "last", "direct"] = "auto"
-    """Estimator: measure each option, add noise at each layer or at the last, perturb all layers at once (joint), use closed
-    forms (direct), or auto: measure if the budget allows it, otherwise joint."""
-    budget: float | None = None
-    """Share of the training time that estimates may take; they are spread over steps. By default 0.01 with probe auto, and no
-    limit with any other."""
-    tokens: int = 8192
-    """Most tokens of a pass of the estimates, over all ranks, at least one sequence or part of one per rank."""
-    cost: Literal["flops", "time"] = "flops"
-    """Unit of savings: FLOPs, or time as measured on the GPU."""
-    stages: tuple[int, ...] = ()
-    """Blocks per pipeline stage, such as [6, 6, 6, 4]; none means no pipeline."""
-    balance: Literal["slowest", "share"] = "slowest"
-    """With stages: bound the slowest stage, or let each stage save its share."""
-    pinned: tuple[str, ...] = ()
-    """Layers with a fixed option, as pattern=option, such as *.down_proj=fp8."""
-    power: float = 2.0
-    """Exponent of the divergences of layers in their sum: 2 fits independent errors; the paper has 1."""
-    loss_weight: float = 1.0
-    """Weight of the loss divergence dL; 0 ignores it."""
-    update_weight: float = 1.0
-    """Weight of the weight divergence dW, the change of the next update; 0 ignores it."""
-    rows: bool = False
-    """Use the row-wise form of the loss divergence (section 6.3 of the paper)."""
-    hysteresis: float = 0.0
-    """Fraction of its harm that a plan must save to replace the current one."""
-
-    def __post_init__(self) -> None:
-        check_types("snip", self)
-        for name in ("start", "every", "tokens"):
-            check_at_least(f"snip.{name}", getattr(self, name), 1)
-        check_at_least("snip.delay", self.delay, 0)
-        check_within("snip.hysteresis", self.hysteresis, 0, math.inf)
-        check_within("snip.power", self.power, 1, math.inf)
-        check_weights(self.loss_weight, self.update_weight, "snip.loss_weight and snip.update_weight")
-        if self.budget is not None:
-            check_budget("snip.budget", self.budget)
-        if self.delay >= self.every:
-            raise UserError(f"snip.delay={self.delay} is not below snip.every={self.every}: plans would overlap.")
-        try:
-            self.goal, options(self.options)  # both check what they are given
-        except UserError as error:
-            raise UserError(f"In [snip]: {error}") from None
-
-    @property
-    def goal(self) -> Goal:
-        """Return what plans must reach."""
-        target = 0.0 if self.target is None else self.target
-        pinned = pins(self.pinned)
-        return Goal(target=target, cost=self.cost, stages=self.stages or None, balance=self.balance, pinned=pinned)
-
-    def schedule(self, steps: int) -> Schedule:
-        """Return when estimates are taken and plans change, in a run of so many steps."""
-        return Schedule(start=self.start, every=self.every, delay=self.delay, hysteresis=self.hysteresis, steps=steps)
-
-    def estimator(self, seed: int, step_tokens: int) -> Estimator:
-        """Return how the harm of an option is estimated, in a run whose steps have so many tokens."""
-        names = ("probe", "budget", "tokens", "rows", "power", "loss_weight", "update_weight")
-        return Estimator(**{name: getattr(self, name) for name in names}, seed=seed, step_tokens=step_tokens)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Monitor:
     """Statistics of casts, gradients and updates during training."""
 
@@ -327,7 +251,7 @@ class Config:
     """The precision of parameters, layers, gradients and optimizer states."""
     loss_scaling: LossScaling = field(default_factory=LossScaling)
     """Loss scaling, in the modes fp16 and fp16-o2."""
-    snip: Snip = field(default_factory=Snip)
+    snip: SnipSettings = field(default_factory=SnipSettings)
     """The precision of each layer, chosen during training."""
     guard: Policy = field(default_factory=Policy)
     """The reaction to NaN, Inf and loss spikes."""

@@ -14,16 +14,16 @@ import torch
 from torch import nn
 
 from dither import files
-from dither.checkpoint import write
+from dither.checkpoint.format import PLAIN
 from dither.console import Stage, silent
 from dither.data import Corpus, Tokenizer, is_prepared, load_tokenizer, open_tokens, prepare
 from dither.errors import UserError
+from dither.evaluate.deploy import Deployment, deploy, plan_from_bitwidths, weight_cast
 from dither.evaluate.estimates import Estimate, paired
-from dither.evaluate.held_out import Perplexity, TaskScore, perplexity
+from dither.evaluate.held_out import Perplexity, TaskScore, evaluating, perplexity, replaced
 from dither.models import CausalLM, HuggingFace, hf, load_pretrained
 from dither.models.folder_files import is_in_few_bits, load_dequantized
 from dither.nn.convert import convert
-from dither.nn.deployment import Deployment, deploy, evaluating, plan_from_bitwidths, replaced, weight_cast
 from dither.spec import Cast, LayerPrecision, Plan
 from dither.spec.recipes import recipe
 from dither.train import weights
@@ -334,7 +334,7 @@ def checkpoint_of(path: Path) -> Path:
 def _config_of(path: Path) -> Config:
     """Return the config in a checkpoint. Its hash is checked later, by `Trainer.restore`."""
     try:
-        plain, _ = files.read_json(path / write.PLAIN)
+        plain, _ = files.read_json(path / PLAIN)
     except files.Refused as error:
         raise UserError(f"The checkpoint {str(path)!r} is refused: {error}.") from None
     others = plain.get("others") if isinstance(plain, dict) else None

@@ -15,8 +15,8 @@ from dither.train.layout import check_mode, check_stages
 def check_snip(config: Config) -> None:
     """Raise a UserError if no plan can reach the goal of `[snip]`. Models of Hugging Face are checked when they are built.
 
-    >>> from dither.train.config import Snip
-    >>> check_snip(Config(snip=Snip(target=0.5, pinned=("*.down=fp8",))))
+    >>> from dither.snip import SnipSettings
+    >>> check_snip(Config(snip=SnipSettings(target=0.5, pinned=("*.down=fp8",))))
     Traceback (most recent call last):
     dither.errors.UserError: In [snip]: The pinned '*.down' matches no layer: there is model.layers.0.self_attn.q_proj, ...
     """
@@ -24,7 +24,7 @@ def check_snip(config: Config) -> None:
         return
     model = _skeleton(config)
     try:
-        check_goal(model, options(config.snip.options), config.snip.goal)
+        check_goal(model, options(config.snip.options), config.snip)
     except UserError as error:
         raise UserError(f"In [snip]: {error}") from None
 

@@ -68,6 +68,11 @@ class RankLayout:
         """True if ranks hold parts of the model: then all of them must take part in each pass."""
         return self.mesh is not None
 
+    @property
+    def saving_group(self) -> dist.ProcessGroup | None:
+        """The ranks that write checkpoints together; None if one rank writes the whole model."""
+        return dist.group.WORLD if self.cut else None
+
     def _coordinate(self, name: str) -> int:
         return 0 if self.mesh is None else self.mesh.get_local_rank(name)
 

@@ -15,10 +15,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from dither import files
-from dither.checkpoint import write
-from dither.checkpoint.sharded import ShardedSaver
-from dither.checkpoint.write import Saver
+from dither import checkpoint, files
+from dither.checkpoint import Saver
 from dither.console import silent
 from dither.data import Batch, Prefetch
 from dither.errors import DitherError, UserError
@@ -197,12 +195,17 @@ def _metrics(
     return stack.enter_context(metrics)
 
 
-def _saver(stack: ExitStack, folder: RunFolder, trainer: Trainer) -> Saver | None:
-    """Open the saver of checkpoints: on rank 0, and on all ranks if they hold parts of the model."""
-    if not (folder.ranks.main or trainer.layout.cut):
-        return None
-    run, kind = trainer.config.run, ShardedSaver if trainer.layout.cut else Saver
-    saver = kind(folder.path / CHECKPOINTS, last=run.keep_last, every=run.keep_every or None, beneath=folder.path)
+def _saver(stack: ExitStack, folder: RunFolder, trainer: Trainer) -> Saver:
+    """Open the saver of checkpoints. Rank 0 writes them, and all ranks do if they hold parts of the model."""
+    run, layout = trainer.config.run, trainer.layout
+    saver = Saver(
+        folder.path / CHECKPOINTS,
+        last=run.keep_last,
+        every=run.keep_every or None,
+        beneath=folder.path,
+        group=layout.saving_group,
+        active=folder.ranks.main or layout.cut,
+    )
     return stack.enter_context(saver)
 
 
@@ -241,7 +244,7 @@ class Run:
         trainer: The trainer, restored if the run resumes.
         folder: The folder of the run.
         records: The metrics, times and messages of the run.
-        saver: Saves checkpoints; None on ranks that hold nothing to save.
+        saver: Saves checkpoints.
         signals: The signals that end the run.
         resumed: The step from which this process resumed; None for a new run.
     """
@@ -251,7 +254,7 @@ class Run:
         trainer: Trainer,
         folder: RunFolder,
         records: Records,
-        saver: Saver | None,
+        saver: Saver,
         signals: Signals,
         resumed: int | None,
     ) -> None:
@@ -276,7 +279,7 @@ class Run:
         """Write the first lines and the status of the run."""
         self.records.write("start", resumed_from=self.resumed)
         if self.resumed is None:
-            self.records.write("plan", plan=self.trainer.plan.to_dict(), reason="the run begins")
+            self.records.write("plan", plan=self.trainer.conversion.plan.to_dict(), reason="the run begins")
         self.folder.status("running", self.trainer.done)
         if self.resumed is None and self.config.guard.spike == "rollback":
             self.save()  # so that there is always a checkpoint to roll back to
@@ -333,7 +336,7 @@ class Run:
         numbers = trainer.step(batch, SIGNALS.get(self.signals.received, 0.0) if several else 0.0)
         self.stepping = False
         self.pending.append((trainer.done, *_to_host(numbers)))
-        if self.saver is not None and run.save_every and trainer.done == 1 + (self.resumed or 0):  # now all states exist
+        if self.saver.active and run.save_every and trainer.done == 1 + (self.resumed or 0):  # now all states exist
             self.saver.prepare(trainer.pack(dumps(self.config), self.records.seconds)[0])
         due = {name: every and trainer.done % every == 0 for name, every in self.intervals().items()}
         last = trainer.done == run.steps
@@ -409,8 +412,7 @@ class Run:
     def roll_back(self, number: int, since: int) -> None:
         """Restore the last checkpoint before a spike, and skip the batches that led to it."""
         trainer, checkpoints = self.trainer, self.folder.path / CHECKPOINTS
-        if self.saver is not None:
-            self.saver.wait()
+        self.saver.wait()
         self.pending.clear()
         offset = trainer.offset
         found = restore_newest(trainer, checkpoints, self.records.say, before=since)
@@ -418,7 +420,7 @@ class Run:
         trainer.offset = offset + number - found
         self.evaluation = None
         if self.ranks.main:
-            write.drop(checkpoints, after=found)
+            checkpoint.drop(checkpoints, after=found)
         self.records.restart()
 
     # Scheduled work ----------------------------------------------------------------------------------------------------
@@ -474,7 +476,7 @@ class Run:
     def save(self) -> None:
         """Save a checkpoint in the background; the metric `seconds` is the time that training waited for it."""
         trainer, began = self.trainer, time.monotonic()
-        if self.saver is None:
+        if not self.saver.active:
             return
         with self.records.timed("checkpoints", counts=True):
             tensors, plain = trainer.pack(dumps(self.config), self.records.seconds)
@@ -488,16 +490,14 @@ class Run:
     def interrupted(self, received: str) -> Outcome:
         """Save a checkpoint after a signal, and return the outcome."""
         self.save()
-        if self.saver is not None:
-            self.saver.wait()
+        self.saver.wait()
         why = f"Received {received}; step {self.trainer.done} is saved."
         return self.end(_code(received), "signal", why, "interrupted")
 
     def abandoned(self, received: str) -> Outcome:
         """End the run in the middle of a step, such as one that compiles. It may have changed histories, so it is not saved."""
         self.ranks.ends_after(received)
-        if self.saver is not None:
-            self.saver.wait()
+        self.saver.wait()
         why = f"Received {received}; step {self.trainer.done + 1} did not end within {GRACE:g} s and was abandoned."
         return self.end(_code(received), "signal", why, "interrupted")
 
@@ -514,8 +514,7 @@ class Run:
             self.evaluate()
             if trainer.done != self.resumed:  # else it is saved already
                 self.save()
-        if self.saver is not None:
-            self.saver.wait()
+        self.saver.wait()
         records.seconds_line()
         loss, bits = (None, None) if self.evaluation is None else self.evaluation[1][:2]
         self._last_line(how, why, loss, bits)

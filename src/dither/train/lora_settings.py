@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from dither.errors import UserError
-from dither.train.fields import check_at_least, check_types, check_within
+from dither.spec.fields import check_at_least, check_types, check_within
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from dither import files
-from dither.checkpoint import write
+from dither.checkpoint import step_of
+from dither.checkpoint.format import MANIFEST
 from dither.data.chat import FILES
 from dither.data.tokenizer import TOKENIZER
 from dither.errors import UserError
@@ -29,11 +30,11 @@ def origin_of(model: Model) -> dict[str, Any] | None:
     if model.weights is not None:
         path, _ = checkpoint_of(model.weights)
         try:
-            manifest, _ = files.read_json(path / write.MANIFEST)
+            manifest, _ = files.read_json(path / MANIFEST)
         except files.Refused as error:
             raise UserError(f"The checkpoint {str(path)!r} is refused: {error}.") from None
         digest = str(manifest.get("sha256", "")) if isinstance(manifest, dict) else ""
-        return {"kind": "checkpoint", "path": str(path.absolute()), "step": write.step_of(path), "sha256": digest}
+        return {"kind": "checkpoint", "path": str(path.absolute()), "step": step_of(path), "sha256": digest}
     if model.hf is None or model.hf.endswith(".json"):
         return None
     folder = Path(model.hf)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dither.errors import UserError
-from dither.train.fields import check_at_least, check_types
+from dither.spec.fields import check_at_least, check_types
 
 VIRTUAL = {"1f1b": 1, "interleaved-1f1b": 2, "zero-bubble": 1}
 """Stages per rank of each pipeline schedule."""

@@ -12,14 +12,14 @@ from torch import nn
 from dither import files
 from dither.errors import UserError
 from dither.nn.compile import block_variants
-from dither.nn.convert import Conversion, apply_plan, plan_of_stage, prepare_plans
-from dither.nn.plan_schedule import PlanSchedule
-from dither.snip import Snip, Times
+from dither.nn.convert import Conversion
+from dither.snip.controller import Snip
 from dither.snip.fp8_auto import RECIPES, candidates_of, choice_table, choose_by_time, layer_shapes, plan_of, times_of
-from dither.snip.savings import Shape, choice_record
+from dither.snip.planning import choice_record
+from dither.snip.savings import LayerTimes, Shape
 from dither.spec import Plan
 from dither.spec.recipes import MEASURED, recipe
-from dither.spec.schedule import split_forward
+from dither.spec.schedule import PlanSchedule, split_forward
 from dither.train.config import Config
 from dither.train.files import PLANS
 from dither.train.ranks import Ranks, everywhere
@@ -48,36 +48,31 @@ class RunPlans:
     backward products that SNIP has chosen.
 
     Args:
-        model: The converted model.
-        schedule: The plans by step. The model has the first.
+        conversion: The converted model, which has the first plan of the schedule.
+        schedule: The plans by step.
         snip: Chooses precisions on top of the schedule, or None.
         compiled: True if the blocks of the model are compiled.
         say: Called with a sentence before blocks are compiled for a plan.
-        layers: The names of all converted layers if the model is a stage of a pipeline; None if it is whole.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        conversion: Conversion,
         schedule: PlanSchedule,
         snip: Snip | None,
         *,
         compiled: bool,
         say: Callable[[str], None],
-        layers: list[str] | None = None,
     ) -> None:
-        self.model, self.schedule, self.snip, self.compiled, self.say = model, schedule, snip, compiled, say
-        self.layers = layers
-        self.plan = schedule.changes[0].plan
-        """The plan in force."""
+        self.conversion, self.schedule, self.snip, self.compiled, self.say = conversion, schedule, snip, compiled, say
         self._variants: frozenset[object] = frozenset()
         self._new = True  # whether the plan may need other graphs than those of `_variants`
         if len(schedule.changes) > 1:
-            schedule.prepare(model, self._own)
+            conversion.prepare(schedule)
             for change in schedule.changes if snip is not None else ():
                 options = () if snip is None or not change.forward else snip.options
-                plans = [change.over(replace(self.plan, layers=(), default=each.precision)) for each in options]
-                prepare_plans(model, map(self._own, plans))
+                first = schedule.changes[0].plan
+                conversion.prepare(change.over(replace(first, layers=(), default=each.precision)) for each in options)
             if snip is not None:
                 snip.rests = not schedule.changes[0].casts
 
@@ -92,16 +87,14 @@ class RunPlans:
         events = []
         change = self.schedule.change_at(step)
         if change is not None:
-            plan = change.over(self.plan)
+            plan = change.over(self.conversion.plan)
             if self.snip is not None:
                 self.snip.rebase(plan, chooses=change.casts)
             else:
-                apply_plan(self.model, self._own(plan))
-            self.plan = plan
+                self.conversion.switch(plan)
             events.append(PlanEvent(plan, f"the schedule has {change.text} from step {step} on", True))
         if self.snip is not None:
             decision = self.snip.before_step(step, estimates)
-            self.plan = self.snip.plan
             if decision is not None:
                 scores, choice = decision.to_dict()["scores"], None
                 if decision.scores is not None:
@@ -116,7 +109,7 @@ class RunPlans:
 
     def _compile(self, step: int, warm_up: Callable[[], None]) -> None:
         """Compile the blocks that the plan in force needs and no plan before it did."""
-        variants = block_variants(self.model)
+        variants = block_variants(self.conversion.model)
         new, first = len(variants - self._variants), not self._variants
         self._variants |= variants
         if new:
@@ -124,17 +117,11 @@ class RunPlans:
             if not first:  # the first step compiles by itself
                 warm_up()
 
-    def apply(self, plan: Plan) -> Conversion | None:
-        """Apply the plan of a checkpoint; return the record, or None if it is in force already."""
-        if plan == self.plan:
-            return None
-        record = replace(apply_plan(self.model, self._own(plan)), plan=plan)
-        self.plan, self._new = plan, True
-        return record
-
-    def _own(self, plan: Plan) -> Plan:
-        """Return the part of a plan that concerns the model of this rank."""
-        return plan if self.layers is None else plan_of_stage(plan, self.model, self.layers)
+    def apply(self, plan: Plan) -> None:
+        """Switch to the plan of a checkpoint, unless it is in force."""
+        if plan != self.conversion.plan:
+            self.conversion.switch(plan)
+            self._new = True
 
 
 # Making them ----------------------------------------------------------------------------------------------------------
@@ -196,7 +183,7 @@ def measured_plan(config: Config, model: nn.Module, ranks: Ranks, tokens: int, s
     say("Measuring the layers for fp8-auto ...")
     options, shapes = candidates_of(RECIPES), layer_shapes(model, tokens)
     rows: dict[Shape, dict[str, float]] = {}
-    times = Times("", "", rows)
+    times = LayerTimes("", "", rows)
     for shape, layers in shapes.items():  # one exchange per shape, so that no rank waits long
         text, error = "", ""
         try:
@@ -208,7 +195,7 @@ def measured_plan(config: Config, model: nn.Module, ranks: Ranks, tokens: int, s
         if error := ranks.first_error(error):
             raise everywhere(UserError(error))
         device, version, rows[shape] = json.loads(ranks.gather(text)[0])
-        times = Times(device, version, rows)
+        times = LayerTimes(device, version, rows)
     choices = choose_by_time(shapes, times, options)
     say(choice_table(choices, times.device))
     return plan_of(choices, times, tokens)

@@ -8,10 +8,10 @@ from typing import Literal
 from dither.errors import UserError
 from dither.optim import GRADIENTS, MODES
 from dither.spec import MemoryOptions, Plan, Sampling
+from dither.spec.fields import check_choice, check_types
 from dither.spec.optimizer import BLOCKS
 from dither.spec.recipes import ALIASES, MEASURED, RECIPES, recipe, recipe_name
 from dither.spec.schedule import beginnings, check_name, is_file, split_forward
-from dither.train.fields import check_choice, check_types
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,9 @@ from dither import files
 from dither.data import is_prepared
 from dither.data.tokenizer import TOKENIZER
 from dither.errors import UserError
+from dither.spec.fields import hints
 from dither.spec.recipes import recipe_name
 from dither.train.config import Config
-from dither.train.fields import hints
 
 FREE = (
     "data.sources",

@@ -81,7 +81,7 @@ class RunFolder:
         stack.callback((self.path / Status.RESERVE).unlink, missing_ok=True)
         settings = trainer.config
         if resumed is None:
-            write_file(self.path / PLAN, trainer.plan.to_json().encode())
+            write_file(self.path / PLAN, trainer.conversion.plan.to_json().encode())
             if trainer.sources:
                 write_file(self.path / PLANS, plans_file(trainer.sources))
             if (origin := trainer.base or origin_of(settings.model)) is not None:

@@ -11,27 +11,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dither.checkpoint import write
-from dither.checkpoint.read import SavedTensors
-from dither.checkpoint.state import Resumed, pack, pack_sharded, plan_of, unpack
+from dither import checkpoint
+from dither.checkpoint import SavedTensors
+from dither.checkpoint.format import STEP, step_path
+from dither.checkpoint.state import Resumed, pack, plan_of, unpack
 from dither.data import Batch, Corpus, Loader, held_out
 from dither.errors import UserError
 from dither.models import CausalLM, build, compile_blocks, flops_per_token, hf, preset
 from dither.models.causal import PlainLM
 from dither.models.presets import blank, draw_parts
 from dither.nn import Conversion, Linear, bitwidth_loss, convert, effective_precision, param_groups, step_context
-from dither.nn.deployment import block_bitwidths
-from dither.nn.plan_schedule import PlanSchedule
+from dither.nn.bitwidths import block_bitwidths
 from dither.numerics import Monitor, NumericsReport
 from dither.ops.ranks import gather
 from dither.optim import Training, roles, training
 from dither.optim.roles import Role
 from dither.parallel.apply import allocate
-from dither.snip import Snip, TrainingSetup
-from dither.snip.controller import is_ready
+from dither.snip.controller import Snip
+from dither.snip.dry_run import TrainingSetup
 from dither.spec import Plan
 from dither.spec.modes import MODES, MOST_NORM
 from dither.spec.random import Stream
+from dither.spec.schedule import PlanSchedule
 from dither.train.config import Config, loads, schedule
 from dither.train.corpora import open_corpus as open_corpus
 from dither.train.corpora import unigram_entropy as unigram_entropy
@@ -109,6 +110,8 @@ class Trainer:
         """The number of parameters and the FLOPs per token of the whole model."""
         self.pipeline = _pipeline(self)
         """The stages of this rank; None if there is no pipeline."""
+        if self.pipeline is not None:
+            self.conversion = self.conversion.stage(self.model)
         stages = () if self.pipeline is None else tuple(self.pipeline.stages.values())
         self.layout.shard(self.model, config, stages)
         _check_release(self)
@@ -138,9 +141,8 @@ class Trainer:
         self.guard = Guard(config.guard)
         self.signals: Signals | None = None
         """Signals that end evaluations, estimates and samples early, and steps after some time, with `Interrupted`."""
-        names = None if self.pipeline is None else [layer.name for layer in self.conversion.layers]
         snip = _make_snip(self, planned, say)
-        self.plans = RunPlans(self.model, planned, snip, compiled=bool(self.compiled), say=say, layers=names)
+        self.plans = RunPlans(self.conversion, planned, snip, compiled=bool(self.compiled), say=say)
         self.monitor = _make_monitor(self)
         self.done = 0
         """Number of steps done, including skipped ones."""
@@ -195,16 +197,11 @@ class Trainer:
     def choose(self, batch: Batch) -> list[PlanEvent]:
         """Apply the plans of the schedule and of SNIP that are due before the step on a batch, and return them."""
         snip = self.plans.snip
-        while snip is not None and not is_ready(snip, self.done, seconds=0.5):
+        while snip is not None and not snip.is_ready(self.done, seconds=0.5):
             if self.told:
                 raise Interrupted(self.told)
         estimates = functools.partial(_for_estimates, self, batch, (snip and snip.effort.tokens) or 0)
         return self.plans.before_step(self.done, estimates, functools.partial(warm_up, self, batch))
-
-    @property
-    def plan(self) -> Plan:
-        """The plan in force."""
-        return self.plans.plan
 
     def look(self, batch: Batch) -> NumericsReport | None:
         """Measure the numerics of the model after a step, in an extra pass over part of its batch that changes nothing.
@@ -295,16 +292,17 @@ class Trainer:
             **({} if self.base is None else {"base": self.base}),
         }
         optimizer, scaler = self.training.optimizer, self.training.scaler
-        packed = pack_sharded if self.layout.cut else pack
-        return packed(self.model, optimizer, step=self.done, plan=self.plan, scaler=scaler, others=others)
+        group = self.layout.saving_group
+        return pack(self.model, optimizer, step=self.done, plan=self.conversion.plan, scaler=scaler, others=others, group=group)
 
     def restore(self, path: Path) -> Resumed:
         """Restore a checkpoint of this run. One of another model, corpus or config raises a UserError and changes nothing."""
         with SavedTensors(path) as saved:
             others = _check_saved(path, saved.plain, self)
-            if (plan := plan_of(saved.plain)) is not None and (record := self.plans.apply(plan)) is not None:
-                stages = [record] if self.pipeline is None else gather(record, self.layout.pipeline_group)
-                self.conversion = replace(record, layers=tuple(layer for stage in stages for layer in stage.layers))
+            if (plan := plan_of(saved.plain)) is not None:
+                self.plans.apply(plan)
+                if self.pipeline is not None:
+                    self.conversion.gather(self.layout.pipeline_group)
             optimizer, scaler = self.training.optimizer, self.training.scaler
             resumed = unpack(self.model, optimizer, saved, saved.plain, scaler=scaler, stage=self.pipeline is not None)
         if self.plans.snip is not None and others.get("snip") is not None:
@@ -455,7 +453,6 @@ def _make_snip(trainer: Trainer, planned: PlanSchedule, say: Callable[[str], Non
     snip = trainer.config.snip
     if snip.target is None:
         return None
-    goal, setup = snip.goal, TrainingSetup()
     if trainer.pipeline is not None:
         if len(trainer.pipeline.stages) > 1:
             raise UserError(
@@ -463,23 +460,25 @@ def _make_snip(trainer: Trainer, planned: PlanSchedule, say: Callable[[str], Non
                 f"{trainer.config.parallel.schedule!r} has two: use '1f1b' or 'zero-bubble', or no snip.target."
             )
         check_snip_stages(snip.stages, trainer.pipeline.sizes)
-        goal = replace(goal, stages=trainer.pipeline.sizes)
-    if trainer.layout.cut:
-        groups = {"group": trainer.layout.data_group, "pipeline": trainer.layout.pipeline_group}
-        setup = TrainingSetup(**groups, adds_gradients=True)
-    made = Snip(
-        trainer.model,
-        trainer.training.optimizer,
-        planned.changes[0].plan,
-        options=snip.options,
-        goal=goal,
-        schedule=snip.schedule(steps_for_snip(planned, snip.start, trainer.config.run.steps)),
-        estimator=snip.estimator(trainer.config.run.seed, trainer.config.data.batch * trainer.config.data.sequence),
-        setup=setup,
-        forward=functools.partial(_estimated_loss, trainer),
+        snip = replace(snip, stages=tuple(trainer.pipeline.sizes))
+    cut = trainer.layout.cut
+    setup = TrainingSetup(
+        group=trainer.layout.data_group if cut else None,
+        pipeline=trainer.layout.pipeline_group if cut else None,
+        adds_gradients=cut,
+        step_tokens=trainer.config.data.batch * trainer.config.data.sequence,
+        steps=steps_for_snip(planned, snip.start, trainer.config.run.steps),
     )
-    made.on_failure = lambda _: None  # the loop reports what became of the statistics
-    say(made.effort.describe(made.schedule))
+    made = Snip(
+        trainer.conversion,
+        trainer.training.optimizer,
+        snip,
+        forward=functools.partial(_estimated_loss, trainer),
+        setup=setup,
+        seed=trainer.config.run.seed,
+        on_failure=lambda _: None,  # the loop reports what became of the estimates
+    )
+    say(made.effort.describe())
     return made
 
 
@@ -600,11 +599,11 @@ def restore_newest(trainer: Trainer, folder: Path, say: Callable[[str], None], *
     ranks, found = trainer.ranks, -1
     with ranks.shared_errors():
         if ranks.main:
-            path, skipped = write.newest(folder, before=before)
+            path, skipped = checkpoint.newest(folder, before=before)
             for _, why in skipped:
                 say(why)
-            found = -1 if path is None else write.step_of(path)
-            if path is None and (broken := [why for each, why in skipped if write.STEP.fullmatch(each.name)]):
+            found = -1 if path is None else checkpoint.step_of(path)
+            if path is None and (broken := [why for each, why in skipped if STEP.fullmatch(each.name)]):
                 say(f"None of the {len(broken)} checkpoints is complete.")
                 # Not the result of a kill: starting from scratch would discard what might be repaired.
                 raise UserError(
@@ -616,6 +615,6 @@ def restore_newest(trainer: Trainer, folder: Path, say: Callable[[str], None], *
         say("There is no checkpoint yet: the run starts from the beginning.")
         return None
     with ranks.shared_errors():
-        trainer.restore(folder / f"step-{found:08d}")
+        trainer.restore(step_path(folder, found))
     say(f"Resuming from step {found}.")
     return found

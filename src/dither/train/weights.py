@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from dither.checkpoint import write
+from dither import checkpoint
 from dither.checkpoint.foreign import is_dcp, open_dcp
-from dither.checkpoint.read import SavedTensors, TensorSource
-from dither.checkpoint.state import Stored
+from dither.checkpoint.format import MANIFEST
+from dither.checkpoint.read import LoadedTensors, SavedTensors, TensorSource
 from dither.errors import UserError
 from dither.models.saved_runs import saved_weights
 from dither.models.torchtitan_names import PREFIXES, halves_from_pairs, rotates, titan_names
@@ -20,11 +20,11 @@ def checkpoint_of(path: str | Path) -> tuple[Path, list[str]]:
     """Return the checkpoint at a path, and why others were passed over: the path itself, or the newest whole one of a run."""
     path = Path(path)
     if os.path.isfile(path / CONFIG):
-        newest, skipped = write.newest(path / CHECKPOINTS)
+        newest, skipped = checkpoint.newest(path / CHECKPOINTS)
         if newest is None:
             raise UserError(f"The run {str(path)!r} has no whole checkpoint yet.")
         return newest, [why for _, why in skipped]
-    if not os.path.isfile(path / write.MANIFEST):
+    if not os.path.isfile(path / MANIFEST):
         raise UserError(
             f"{str(path)!r} is neither a run (config.toml), nor a checkpoint (manifest.json), nor a model (config.json): name "
             "a folder that `dither train` or `dither export` wrote, or one of Hugging Face."
@@ -49,14 +49,14 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
         return
     found, _ = checkpoint_of(path)
     with SavedTensors(found) as saved:
-        names, stored = saved_weights(saved), Stored(saved)
+        names = saved_weights(saved)
         for name, value in model.state_dict(keep_vars=True).items():
             if name not in names:
                 raise UserError(
                     f"The checkpoint {str(found)!r} has no tensor {name!r}: set [model] as in the run that made it."
                 )
             _check_shape(name, saved.tensors[names[name]].shape, value, found)
-            value.copy_(stored.read(names[name], value))
+            value.copy_(saved.read(names[name], value))
 
 
 def _check_shape(name: str, shape: tuple[int, ...], value: Tensor, path: Path) -> None:
@@ -98,9 +98,9 @@ def _load_dcp(model: nn.Module, source: TensorSource) -> None:
             if head_size is None:
                 raise UserError(f"The model {type(model).__name__} has no head_dim, by which {places[name]!r} is reordered.")
             whole = {name: halves_from_pairs(source.box(places[name]), int(head_size))}
-            value.copy_(Stored(whole).read(name, value))
+            value.copy_(LoadedTensors(whole).read(name, value))
         else:
-            value.copy_(Stored(source).read(places[name], value))
+            value.copy_(source.read(places[name], value))
 
 
 def _places(wanted: list[str], source: TensorSource) -> tuple[dict[str, str], str]:

@@ -14,9 +14,9 @@ from torchtitan.trainer import Trainer
 
 from dither.integrations.torchtitan.configs import ByteLoader, ByteTokenizer, dither_config
 from dither.integrations.torchtitan.trainer import DitherTrainer
+from dither.snip.settings import SnipSettings
 from dither.spec import Sampling
 from dither.spec.recipes import recipe
-from dither.train.config import Snip
 
 GAUSSWS = recipe("bf16").with_sampling(Sampling())
 BF16_SR: dict[str, Any] = {"weights": "stochastic", "states": "companded8"}
@@ -76,7 +76,7 @@ def llama3_debug_bf16_sr() -> DitherTrainer.Config:
 
 def llama3_debug_snip() -> DitherTrainer.Config:
     """FP8 or FP4 per layer, chosen by SNIP after a few steps."""
-    settings = Snip(target=0.5, start=4, delay=2, tokens=2048)
+    settings = SnipSettings(target=0.5, start=4, delay=2, tokens=2048)
     return dither_config(_debug(), "fp8-block", snip=settings)
 
 
@@ -117,4 +117,4 @@ def llama3_8b_bf16_sr() -> DitherTrainer.Config:
 
 def llama3_8b_snip() -> DitherTrainer.Config:
     """FP8 or FP4 per layer, chosen by SNIP: three quarters of the FLOPs in FP4."""
-    return dither_config(_with_whole_loss(_8b()), "fp8-block", snip=Snip(target=0.75))
+    return dither_config(_with_whole_loss(_8b()), "fp8-block", snip=SnipSettings(target=0.75))

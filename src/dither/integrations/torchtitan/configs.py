@@ -18,8 +18,8 @@ from dither.integrations.layer_states import is_state
 from dither.integrations.torchtitan.layers import DitherConverter, read_plan
 from dither.integrations.torchtitan.optimizers import DitherOptimizers
 from dither.integrations.torchtitan.trainer import DTYPES, DitherMetrics, DitherTrainer
+from dither.snip.settings import SnipSettings
 from dither.spec import Plan
-from dither.train.config import Snip as SnipSettings
 
 
 class ByteTokenizer(BaseTokenizer):  # type: ignore[misc]

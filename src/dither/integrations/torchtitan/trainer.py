@@ -23,12 +23,12 @@ from dither.integrations.loops import OpenStep, layer_metrics
 from dither.integrations.torchtitan.layers import draw_in_float32, layer_configs
 from dither.integrations.torchtitan.optimizers import dither_adamw
 from dither.nn.bitwidths import bitwidth_loss
-from dither.nn.convert import apply_plan, planned_otherwise
+from dither.nn.convert import Conversion
 from dither.nn.sites import _all, converted_layers, linear_of
 from dither.snip.controller import Snip
-from dither.snip.settings import TrainingSetup
+from dither.snip.dry_run import TrainingSetup
+from dither.snip.settings import SnipSettings
 from dither.spec import Plan
-from dither.train.config import Snip as SnipSettings
 
 Batch = tuple[dict[str, Tensor], Tensor]
 """Inputs and labels, as torchtitan's data loaders return them."""
@@ -93,7 +93,9 @@ class DitherTrainer(Trainer):  # type: ignore[misc]
                     linear.belong_to(part)
             if converted_layers(part):
                 # Conversion took place on the meta device: only here it is known which units multiply.
-                logger.info(unwrapped(f"Dither's layers:\n{apply_plan(part, plan_of(part))}"))
+                conversion = Conversion.of(part)
+                conversion.switch(conversion.plan)
+                logger.info(unwrapped(f"Dither's layers:\n{conversion}"))
         cast = [layer for part in self.model_parts for layer in converted_layers(part).values()]
         # torchtitan leaves the MFU out if products are faster than those in BF16, by which it is defined.
         self.metrics_processor.has_quantization |= any(not linear_of(layer).precision.uncast for layer in cast)
@@ -176,15 +178,17 @@ class DitherTrainer(Trainer):  # type: ignore[misc]
         tokens = config.training.seq_len * config.training.local_batch_size * self.gradient_accumulation_steps
         seed = next((linear_of(layer).seed for layer in converted_layers(model).values()), 0)
         return Snip(
-            model,
+            Conversion.of(model),
             optimizers[0],
-            plan_of(model),
-            options=config.snip.options,
-            goal=config.snip.goal,
-            schedule=config.snip.schedule(config.training.steps),
-            estimator=config.snip.estimator(seed, tokens * self._batch_ranks()),
-            setup=TrainingSetup(max_norm=config.training.max_norm or None, group=torch.distributed.group.WORLD),
+            config.snip,
             forward=self._snip_loss,
+            setup=TrainingSetup(
+                max_norm=config.training.max_norm or None,
+                group=torch.distributed.group.WORLD,
+                step_tokens=tokens * self._batch_ranks(),
+                steps=config.training.steps,
+            ),
+            seed=seed,
         )
 
     def _before_step(self, snip: Snip, data_iterator: Iterator[Batch]) -> Iterator[Batch]:
@@ -246,7 +250,7 @@ class DitherTrainer(Trainer):  # type: ignore[misc]
     def state_dict(self) -> dict[str, Any]:
         """Return the trainer's state, with SNIP's state and plan as JSON."""
         ours = {
-            "plan": None if self.snip is None else plan_of(self.model_parts[0]).to_dict(),
+            "plan": None if self.snip is None else Conversion.of(self.model_parts[0]).plan.to_dict(),
             "plan_changes": self.plan_changes,
             "snip": None if self.snip is None else self.snip.state_dict(),
         }
@@ -263,8 +267,8 @@ class DitherTrainer(Trainer):  # type: ignore[misc]
             return
         plan = Plan.from_dict(ours["plan"])
         for part in self.model_parts:
-            if planned_otherwise(part, plan):
-                apply_plan(part, plan)
+            if not (conversion := Conversion.of(part)).has(plan):
+                conversion.switch(plan)
 
     def _wrapped(self, text: str) -> str:
         """Return JSON with the names that layers have here, in the place of those without wrappers."""
@@ -281,20 +285,6 @@ def unwrapped(text: str) -> str:
     'layers.0.attention.wo'
     """
     return text.replace("_checkpoint_wrapped_module.", "")
-
-
-def plan_of(model: nn.Module) -> Plan:
-    """Return the plan of a converted model, with a rule for each layer.
-
-    >>> import dither
-    >>> model = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 128))
-    >>> _ = dither.convert(model, "fp8-block", skip="2")
-    >>> [name for name, _ in plan_of(model).layers]
-    ['0']
-    """
-    layers = {name: linear_of(layer) for name, layer in converted_layers(model).items()}
-    compute: Any = next((layer.compute for layer in layers.values()), "bf16")
-    return Plan(layers=tuple((name, layer.planned) for name, layer in layers.items()), compute=compute)
 
 
 def check_config(config: Trainer.Config) -> None:

@@ -386,24 +386,6 @@ function drawParts(holder, chart) {
   return box.svg;
 }
 
-function drawScatter(holder, chart) {
-  const box = frame(holder, 300, { left: 58, right: 14, top: 24, bottom: 42 });
-  const both = extent(chart.points.flatMap((point) => [point[0], point[1]]));
-  const low = both[0] / 1.5, high = both[1] * 1.5;
-  const x = scaleOf(low, high, box.left, box.right, true), y = scaleOf(low, high, box.bottom, box.top, true);
-  drawAxes(box, x, y, { xName: chart.x, yName: chart.y });
-  box.svg.append(make("line", { class: "mark", x1: x(low), y1: y(low), x2: x(high), y2: y(high) }));
-  const points = [...chart.points].sort((one, other) => one[0] - other[0]);
-  const items = points.map(([measured, estimated, name], column) => {
-    const element = make("circle", { class: "point c0", cx: x(measured).toFixed(1), cy: y(estimated).toFixed(1), r: 3, "data-x": measured, "data-y": estimated });
-    box.svg.append(element);
-    return { row: 0, column, element, x: x(measured), y: y(estimated), tip: [name, `measured ${short(measured)}, estimated ${short(estimated)}`] };
-  });
-  explore(holder, box.svg, items);
-  box.svg.setAttribute("aria-label", `${chart.title}: ${chart.points.length} points`);
-  return box.svg;
-}
-
 function drawTimeline(holder, chart) {
   const box = frame(holder, 52 + 44 * chart.rows.length, { left: 8, right: 14, top: 4, bottom: 42 });
   const end = Math.max(...chart.rows.flatMap((row) => row[1].map((span) => span[1])));

@@ -9,7 +9,6 @@ const DRAW = {
   lines: (holder, chart) => drawLines(holder, chart, axis),
   bars: drawBars,
   parts: drawParts,
-  scatter: drawScatter,
   timeline: drawTimeline,
 };
 
