@@ -85,7 +85,7 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 _PACKAGES = (
     *("checkpoint", "data", "evaluate", "exporting", "models", "nn", "numerics", "ops", "optim", "parallel", "report", "snip"),
-    *("spec", "theory", "tools", "train"),
+    *("spec", "tools", "train"),
 )
 """Modules that can be used as attributes without an import of their own, such as dither.nn."""
 
