@@ -184,7 +184,7 @@ def check_like_one(folder: Path, layout: str, method: str, steps: int) -> tuple[
 
 # The layouts ----------------------------------------------------------------------------------------------------------
 
-THIN = (("FSDP2", "dynamic8", 2), ("TP", "gaussws", 2), ("PP", "snip", 3))
+THIN = (("FSDP2", "dynamic8", 2), ("PP", "snip", 3))
 """Layouts, methods and steps that ordinary tests train; the others are exhaustive. SNIP changes the plan at step 2."""
 
 
