@@ -133,11 +133,11 @@ def test_a_cycle_is_found():
 def hidden_imports(tree: ast.Module, module: str) -> list[str]:
     """Return the names by which a file imports by string, and "triton" if it loads that outside of the kernels.
 
-    An import by string escapes the tests above. torch_ops chooses between a reference and its kernel by one; the package and
+    An import by string escapes the tests above. ops.backend chooses between a reference and its kernel by one; the package and
     the command line import what is used, when it is used.
     """
     found: list[str] = []
-    if module not in ("dither", "dither.cli", "dither.lazy", "dither.ops.torch_ops"):
+    if module not in ("dither", "dither.cli", "dither.lazy", "dither.ops.backend"):
         names = [getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(tree)]
         found += [name for name in names if name in ("import_module", "__import__")]
     if not module.startswith("dither.ops.triton"):
@@ -156,7 +156,7 @@ def test_hidden_imports_are_found():
     source = "import importlib\nimport triton.language as tl\nfrom triton import jit\nimportlib.import_module('x')"
     tree = ast.parse(source)
     assert hidden_imports(tree, "dither.ops") == ["import_module", "triton.language", "triton"]
-    assert hidden_imports(tree, "dither.ops.torch_ops") == ["triton.language", "triton"]
+    assert hidden_imports(tree, "dither.ops.backend") == ["triton.language", "triton"]
     assert hidden_imports(tree, "dither.ops.triton.philox") == ["import_module"]
     assert hidden_imports(ast.parse("def f():\n    import triton\n    __import__('x')"), "dither.ops") == ["__import__"]
 

@@ -15,9 +15,9 @@ from dither.models.transformers_models import HuggingFace
 from dither.nn.frozen import FrozenLinear, freeze_base
 from dither.nn.layers import Conv1D
 from dither.nn.linear import Linear
+from dither.ops.storage import storage_dtype
 from dither.optim import MODES
 from dither.spec.formats import TABLE
-from dither.spec.groups import storage_dtype
 
 ADAPTER = "default"
 """The name of the adapter, as PEFT calls it."""

@@ -29,12 +29,13 @@ from dither.nn.experts import ExpertsLinear
 from dither.nn.layers import adopt_gated, check_gated
 from dither.nn.linear import Choice
 from dither.nn.norms import cast_parameters, wide_parameters
-from dither.nn.sites import DTYPES, FALLBACKS, Layer, _all, _loaded, _special, linear_of
+from dither.nn.sites import FALLBACKS, Layer, _all, _loaded, _special, linear_of
 from dither.nn.sites import Fallback as Fallback
 from dither.nn.sites import Site as Site
 from dither.nn.sites import converted_layers as converted_layers
 from dither.nn.sites import find_sites as find_sites
 from dither.ops import backend, ranks
+from dither.ops.storage import DTYPES
 from dither.spec import (
     OPERANDS,
     PARTS,

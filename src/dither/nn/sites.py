@@ -4,7 +4,6 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor, nn
 
 from dither.nn import experts
@@ -12,14 +11,13 @@ from dither.nn.experts import ExpertLinear, ExpertsLinear
 from dither.nn.layers import Conv1D, replace_module
 from dither.nn.linear import Linear
 from dither.nn.output import Output
+from dither.ops import INPUT_DTYPES
 from dither.spec import LayerPrecision
 
 Fallback = Literal["error", "bf16", "emulate"]
 
 FALLBACKS: tuple[Fallback, ...] = get_args(Fallback)
 """Treatments of a layer that cannot run with the plan's casts."""
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 NARROW, LONG = 64, 16
 """A narrow layer has at most NARROW inputs or outputs, and at least LONG times as many outputs or inputs."""
@@ -129,7 +127,7 @@ def _obstacle(module: nn.Module, parent: nn.Module, base: type[nn.Module]) -> st
         return f"{kind.__name__} has its own forward"
     if "weight" not in dict(module.named_parameters(recurse=False)):
         return "its weight is computed from other parameters"
-    if module.weight.dtype not in DTYPES.values():
+    if module.weight.dtype not in INPUT_DTYPES:
         return f"its weight is {module.weight.dtype}, and casts take float32, bfloat16 or float16"
     return ""
 

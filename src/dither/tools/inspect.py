@@ -22,8 +22,8 @@ from dither.nn.sites import find_sites, weight_of
 from dither.numerics.counts import COUNTS, SAMPLE, cast_counts, update_counts
 from dither.numerics.monitor import weight_and_update
 from dither.numerics.report import WeightUpdate, finite
+from dither.ops.backend import implementation
 from dither.ops.reference.adamw import FORMATS
-from dither.ops.torch_ops import implementation
 from dither.optim import AdamMini, AdamW, roles
 from dither.optim.groups import MEANING
 from dither.spec import Cast, LayerPrecision, Plan
