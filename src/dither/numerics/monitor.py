@@ -40,7 +40,6 @@ from dither.numerics.report import (
 )
 from dither.ops.reference import scales as scaling
 from dither.ops.reference.adamw import FORMATS
-from dither.ops.storage import storage_dtype
 from dither.optim.adamw import AdamW
 from dither.snip.statistics import cut_by_tensor_parallelism
 from dither.spec import Cast
