@@ -214,7 +214,8 @@ def test_a_plan_that_the_gpu_cannot_run_is_refused_by_layer_before_training(monk
         dither.Conversion.of(model).prepare(schedule)
     assert [layer.known_precisions for layer in (model.up, model.down)] == before
     with pytest.raises(UserError, match="The layer 'up', forward product: no matrix units"):
-        Snip(dither.Conversion.of(model), torch.optim.SGD(model.parameters()), options=[LayerPrecision(), odd])
+        optimizer = torch.optim.SGD(model.parameters())
+        Snip(dither.Conversion.of(model), optimizer, SnipSettings(target=0.5), options=[LayerPrecision(), odd])
 
 
 def test_a_plan_for_another_model_is_refused_before_training():
