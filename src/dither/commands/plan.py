@@ -17,7 +17,7 @@ from dither.models import PRESETS, hf, preset
 from dither.models.open import find_model
 from dither.models.presets import skeleton
 from dither.nn import Linear
-from dither.nn.convert import Fallback
+from dither.nn.sites import Fallback
 from dither.settings import override
 from dither.snip.divergence import Scores
 from dither.snip.dry_run import Forward
