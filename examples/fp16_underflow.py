@@ -1,7 +1,7 @@
 """Why FP16 gradients underflow, and what loss scaling does about it.
 
     python examples/fp16_underflow.py                                  # tables, in seconds
-    python examples/fp16_underflow.py --plot docs/fp16-underflow.svg   # and the figure of docs/fp16.md
+    python examples/fp16_underflow.py --plot docs/fp16-underflow.svg   # and the figure of docs/scaling-recipes.md
 
 The gradient of a mean loss is divided by the number of tokens: here 2^20, as in a step of a million. FP16's smallest positive
 value is 2^-24. Elements of up to half of it become zero, unless the loss is multiplied by a scale first and the gradients of

@@ -1,7 +1,7 @@
 """FP8 with delayed and with current scaling: what a scale from earlier steps costs when magnitudes change.
 
     python examples/fp8_scaling.py                              # tables, in seconds
-    python examples/fp8_scaling.py --plot docs/fp8-scaling.svg  # and the figure of docs/fp8-scaling.md
+    python examples/fp8_scaling.py --plot docs/fp8-scaling.svg  # and the figure of docs/scaling-recipes.md
 
 Current scaling measures the largest magnitude of a tensor before it casts it. Delayed scaling takes the largest of earlier
 steps, so that one pass over the tensor measures and casts: a tensor that is larger than before clips, and one that is smaller

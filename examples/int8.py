@@ -1,7 +1,7 @@
 """Why INT8 with one scale per tensor fails in training, and what one scale per row changes.
 
     python examples/int8.py                         # tables, in seconds
-    python examples/int8.py --plot docs/int8.svg    # and the figure of docs/int8.md
+    python examples/int8.py --plot docs/int8.svg    # and the figure of docs/scaling-recipes.md
 
 INT8 values are evenly spaced: what is below 1/254 of the largest magnitude that shares its scale becomes zero. One outlier is
 enough to make everything else of its tensor vanish, of its row if rows have scales of their own.

@@ -5,7 +5,7 @@
 
 The model starts in FP8. After a third of the steps SNIP estimates, for every layer, how much FP4 would disturb the loss and the
 weight updates. It then finds the options that disturb least and reach the target, and switches the layers between two steps.
-Training continues with the same weights and the same optimizer. The page docs/snip-planning.md has the details.
+Training continues with the same weights and the same optimizer. The page docs/snip.md has the details.
 """
 
 import argparse

@@ -234,7 +234,8 @@ def test_a_gpu_by_name():
 # `dither advise` -------------------------------------------------------------------------------------------------------
 
 
-PAGE = (Path(__file__).parents[1] / "docs" / "scaling.md").read_text()
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = "".join((DOCS / page).read_text() for page in ("many-gpus.md", "results/many-gpus.md"))
 
 H200 = ACCELERATORS["h200"]
 TORCHAO_CASTS = 1.75
@@ -533,7 +534,6 @@ def test_interpolated_llamas_have_about_the_parameters_asked_for(billions):
 
 SHOWS = {
     "70B": ["--params", "70e9", "--gpus", "64", "--gpu", "h200", "--tokens", "1.4e12", "--price", "2.5"],
-    "405B": ["--params", "405e9", "--gpus", "1024", "--gpu", "h100", "--tokens", "15e12", "--batch-tokens", "16777216"],
 }
 
 

@@ -79,7 +79,7 @@ def vanishing(format: Format, b_t: float, kind: str, master: str) -> list[tuple[
 
 
 def threshold(m: int) -> float:
-    """The exact limit with float32 masters and r = 0, derived in docs/deployment.md; the bound m + 1 lies just below it."""
+    """The exact limit with float32 masters and r = 0, derived in docs/export.md; the bound m + 1 lies just below it."""
     return 1 + min(math.log2(2**m + 1 / 2), math.log2((4 * 2**m - 1) / 3))
 
 

@@ -396,7 +396,7 @@ For 16 bits it is the rounding of a result. In float32, exponentials and roots o
 """
 
 FP8_UNITS = 2.0**-13
-"""Relative error of a sum on Hopper's FP8 units, which keep 13 bits below the largest of its products (docs/linear.md)."""
+"""Relative error of a sum on Hopper's FP8 units, which keep 13 bits below the largest of its products (docs/precision.md)."""
 
 
 def unit(combination: Combination) -> float:
