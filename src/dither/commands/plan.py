@@ -19,7 +19,7 @@ from dither.models.presets import skeleton
 from dither.nn import Linear
 from dither.nn.convert import Fallback
 from dither.snip.divergence import Scores
-from dither.snip.dry_run import Forward
+from dither.snip.dry_run import Forward, TrainingSetup
 from dither.snip.effort import passes_of
 from dither.snip.fp8_auto import RECIPES, auto_plan
 from dither.snip.options import Option
@@ -295,8 +295,18 @@ class _Opened:
         parts = self.parts(batches)
         probe: Any = "measure" if estimator.probe == "auto" else estimator.probe
         with self.counted(f"Estimating with the probe {probe}", len(parts) * passes_of(probe, self.layers, options)) as forward:
-            how: dict[str, Any] = {"stream": stream, "forward": forward, "step": self.job.done, "rows": estimator.rows}
-            return score(self.job.model, parts, optimizer, options, probe=probe, **how)
+            return score(
+                self.job.model,
+                parts,
+                optimizer,
+                options,
+                stream=stream,
+                forward=forward,
+                probe=probe,
+                rows=estimator.rows,
+                step=self.job.done,
+                setup=TrainingSetup(products=self.job.training.backward_context),
+            )
 
 
 @contextmanager

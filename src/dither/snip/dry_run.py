@@ -9,7 +9,7 @@ of all layers are gathered, tensors are not.
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -111,6 +111,8 @@ class TrainingSetup:
     """Tokens of a training step, over all ranks; None counts the batches of estimates as a whole step."""
     steps: int | None = None
     """Steps of the whole run, if they are known: a plan can be of use for no more than what is left of them."""
+    products: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Context of a forward and backward pass, such as `Training.backward_context`, which is quicker on a CPU without BF16."""
 
     def __post_init__(self) -> None:
         for name in ("step_tokens", "steps"):
@@ -186,6 +188,7 @@ class DryRun:
     ) -> None:
         setup = setup or TrainingSetup()
         group, pipeline, max_norm, self._adds_gradients = setup.group, setup.pipeline, setup.max_norm, setup.adds_gradients
+        self._products = setup.products
         _check_stream(stream)
         self.model = unwrapped(model)
         self.batches, self.forward, self.stream, self.group, self.pipeline = list(batches), forward, stream, group, pipeline
@@ -295,7 +298,7 @@ class DryRun:
         parameters = [*self.weights.values(), *self._others]
         differentiate = _by_grad if self._cut is None else partial(_by_backward, self._parameters)
         for index, batch in enumerate(self.batches):
-            with torch.enable_grad(), self._micro_batch(index * self._micro, draw) as at:
+            with torch.enable_grad(), self._products(), self._micro_batch(index * self._micro, draw) as at:
                 if self.pipeline is None:
                     loss = self._loss(batch)
                     found = differentiate(loss, parameters)
