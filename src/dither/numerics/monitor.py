@@ -24,7 +24,7 @@ from dither.numerics.report import KEPT, OPERANDS, STAGNANT, LayerNumerics, Loss
 from dither.ops.reference import scales as scaling
 from dither.ops.reference.adamw import FORMATS
 from dither.optim.adamw import AdamW
-from dither.snip.statistics import cut_by_tensor_parallelism
+from dither.snip.statistics import is_tensor_parallel
 from dither.spec import Cast
 from dither.spec.formats import TABLE
 from dither.spec.groups import storage_dtype
@@ -152,7 +152,7 @@ def delayed_amax(layer: Linear, operand: str) -> Tensor:
 @contextmanager
 def observing(model: nn.Module, observer: Observer) -> Iterator[None]:
     """Let an observer record the forward and backward passes inside the context, without changing their results."""
-    parallel, hooks = cut_by_tensor_parallelism(model), []
+    parallel, hooks = is_tensor_parallel(model), []
     for name, layer in observer.layers.items():
         hooks.append(layer.register_forward_pre_hook(partial(observer.before, name), with_kwargs=True))
         # Before the hooks of tensor parallelism, which return the local shard as a plain tensor.
