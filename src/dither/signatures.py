@@ -2,8 +2,10 @@
 
 import ast
 import difflib
+import importlib
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from functools import cache
 from importlib.resources import files
 
@@ -36,6 +38,10 @@ def options_of(module: str, function: str) -> tuple[str, ...]:
     found: list[str] = []
     for argument in (*command.args.args, *command.args.kwonlyargs):
         annotation = argument.annotation
+        if flat := re.fullmatch(r"tyro\.conf\.OmitArgPrefixes\[(\w+)\]", ast.unparse(annotation) if annotation else ""):
+            kind = getattr(importlib.import_module(f"dither.commands.{module}"), flat[1])
+            found += [f"--{each.name.replace('_', '-')}" for each in fields(kind)]
+            continue
         parts = list(ast.walk(names.get(ast.unparse(annotation), annotation))) if annotation is not None else []
         given = {
             keyword.arg: ast.literal_eval(keyword.value) for keyword in _keywords(parts) if keyword.arg in ("name", "aliases")
