@@ -51,7 +51,7 @@ from dither.nn import param_groups
 from dither.snip import PROBES, Goal, Option, Scores, Solution, Statistics, build_plan, choose, efficiency, options, score
 from dither.snip.planning import blocks_of
 from dither.snip.solver import SLACK
-from dither.spec import OPERANDS, PARTS, PRODUCTS, Cast, matches
+from dither.spec import OPERANDS, PARTS, PRODUCTS, Cast
 
 # Baselines choose among the same options for the same goal, without divergences ---------------------------------------
 #
@@ -117,7 +117,7 @@ def layer_type(statistics: Statistics, options: Sequence[Option], goal: Goal) ->
     """Give attention the narrowest option first, then the MLP."""
     names = [layer.name for layer in statistics.layers]
     ranks = {"qkv": 0, "out": 0, "down": 1, "up": 2}
-    kinds = [next((rank for part, rank in ranks.items() if matches(PARTS[part], name)), None) for name in names]
+    kinds = [next((rank for part, rank in ranks.items() if PARTS[part].fullmatch(name)), None) for name in names]
     if None in kinds:
         raise UserError(
             f"E-layer-type needs to know the type of every layer, and {names[kinds.index(None)]!r} is none of "

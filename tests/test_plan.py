@@ -4,8 +4,10 @@ import copy
 import dataclasses
 import json
 import pickle
+import re
 import subprocess
 import sys
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +16,6 @@ from sweeps import examples
 
 from dither import Cast, UserError
 from dither.spec import OPERANDS, PLAN_KEYS, PLAN_VERSION, LayerPrecision, Override, Plan, matches
-from dither.spec.recipes import recipe
 
 # Fixed examples: the suite says the same thing every time.
 quick = settings(max_examples=examples(200), deadline=None, derandomize=True, database=None)
@@ -113,13 +114,47 @@ def test_what_is_no_layer_is_an_error(call, said):
         ("layers.[0-3].*", "layers.2.mlp.up", True),
         ("layers.[0-3].*", "layers.4.mlp.up", False),
         ("*.Up", "layers.0.up", False),
-        (r"re:layers\.(1[0-9]|2[0-3])\..*", "layers.19.up", True),
-        (r"re:layers\.(1[0-9]|2[0-3])\..*", "layers.9.up", False),
-        (r"re:layers\.\d+", "layers.3.up", False),  # the whole name
+        ("layers.1[0-9].*", "layers.19.up", True),
+        ("layers.1[0-9].*", "layers.9.up", False),
+        ("layers.[0-9]", "layers.3.up", False),  # the whole name
+        ("layers.0.* & *.up", "layers.0.mlp.up", True),  # both
+        ("layers.0.* & *.up", "layers.0.mlp.down", False),
+        ("layers.0.* & *.up", "layers.1.mlp.up", False),
+        ("a.[[]0]", "a.[0]", True),
+        ("a [&] b", "a & b", True),
+        ("A*", "abc", False),
     ],
 )
 def test_patterns(pattern, name, same):
     assert matches(pattern, name) == same
+
+
+@pytest.mark.parametrize(
+    ("expression", "globs"),
+    [
+        (r"layers\.(1[0-9]|2[0-3])\..*", ["layers.1[0-9].*", "layers.2[0-3].*"]),
+        (r".*\.mlp\.(?:up|down)_proj", ["*.mlp.up_proj", "*.mlp.down_proj"]),
+        (r"^model\.layers\.\d\.x$", ["model.layers.[0-9].x"]),
+        (r"h.[^0].+", ["h?[!0]?*"]),
+        (r"layers\.\d+\.up", ["layers.[0-9]*.up"]),
+        *((hard, None) for hard in ("(", "a|b", "(a+)+$", "x{3}", r"(a)\1", "(?!lm_head).*", "(a|b)" * 8)),
+    ],
+)
+def test_a_regular_expression_is_refused_with_the_globs_to_write(expression, globs):
+    with pytest.raises(UserError, match="is a regular expression") as raised:
+        matches(f"re:{expression}", "a")
+    said = str(raised.value).partition(": write ")[2]
+    assert said == ("a glob, such as '*.layers.[0-3].*'." if globs is None else f"{' and '.join(map(repr, globs))}.")
+    for name in ("layers.12.up", "model.layers.3.x", "h.1.q", "h.0.q", "a.mlp.down_proj", "layers.2.up"):
+        if globs is not None and "+" not in expression:
+            assert any(matches(glob, name) for glob in globs) == (re.fullmatch(expression, name) is not None)
+
+
+@pytest.mark.parametrize("pattern", ["*a" * 400 + "b", "*[a-z]?" * 140 + "!", "*" + "?*" * 400, " & ".join(["*a*"] * 160)])
+def test_no_pattern_takes_long(pattern):
+    began = time.process_time()
+    matches(pattern, "a" * 5000)
+    assert time.process_time() - began < 1
 
 
 def test_the_first_rule_that_matches_decides_and_the_default_the_rest():
@@ -225,7 +260,9 @@ def test_plans_need_no_torch():
     ("call", "said"),
     [
         (lambda: Plan((("a", FP8), ("a", None))), "two rules for 'a'"),
-        (lambda: Plan((("re:(", FP8),)), "'re:(' is not a regular expression: missing )"),
+        (lambda: Plan((("re:(", FP8),)), "'re:(' is a regular expression, and patterns are globs: write a glob, such as"),
+        (lambda: Plan(((r"re:h\.[0-3]\..*", FP8),)), "is a regular expression, and patterns are globs: write 'h.[0-3].*'."),
+        (lambda: Plan((("*" + "a" * 1000, FP8),)), "has 1,001 characters, and 1,000 are the most"),
         (lambda: Plan((("a", "fp8"),)), "The plan's rule for 'a' is a LayerPrecision or None, not 'fp8'"),
         (lambda: Plan((("", FP8),)), "pairs of a pattern and a LayerPrecision or None, not ('', "),
         (lambda: Plan((FP8,)), "pairs of a pattern and a LayerPrecision"),
@@ -261,16 +298,17 @@ def test_what_is_no_plan_is_an_error(call, said):
         ('{"version": true}', "the number 3, not True"),
         ('{"version": 0}', "the number 3, not 0"),
         ('{"version": "1"}', "the number 3, not '1'"),
-        ('{"version": 4, "heads": {}}', "has version 4, and this Dither reads versions up to 3: use a newer one"),
-        ('{"version": 1, "layer": []}', "A plan has no key 'layer' (did you mean 'layers'?)"),
-        ('{"version": 1, "layers": {"a": null}}', "a list of [pattern, precision], not {'a': None}"),
-        ('{"version": 1, "layers": [["a"]]}', "a list of [pattern, precision], not [['a']]"),
-        ('{"version": 1, "layers": [[3, null]]}', "pairs of a pattern"),
-        ('{"version": 1, "layers": [["a", {"wieght": null}]]}', "no key 'wieght' (did you mean 'weight'?)"),
-        ('{"version": 1, "default": "fp8"}', "A layer's precision in JSON is an object"),
-        ('{"version": 1, "default": {"grad": "e4m3 tyle(128)"}}', "'tyle(128)'"),
-        ('{"version": 1, "provenance": {"x": 1e999}}', "it has 1e999 as a number"),
-        ('{"version": 1, "default": null, "default": {}}', "the key 'default' twice"),
+        ('{"version": 4, "heads": {}}', "has version 4, and this Dither reads version 3: use a newer one"),
+        ('{"version": 2}', "the number 3, not 2"),
+        ('{"version": 3, "layer": []}', "A plan has no key 'layer' (did you mean 'layers'?)"),
+        ('{"version": 3, "layers": {"a": null}}', "a list of [pattern, precision], not {'a': None}"),
+        ('{"version": 3, "layers": [["a"]]}', "a list of [pattern, precision], not [['a']]"),
+        ('{"version": 3, "layers": [[3, null]]}', "pairs of a pattern"),
+        ('{"version": 3, "layers": [["a", {"wieght": null}]]}', "no key 'wieght' (did you mean 'weight'?)"),
+        ('{"version": 3, "default": "fp8"}', "A layer's precision in JSON is an object"),
+        ('{"version": 3, "default": {"grad": "e4m3 tyle(128)"}}', "'tyle(128)'"),
+        ('{"version": 3, "provenance": {"x": 1e999}}', "it has 1e999 as a number"),
+        ('{"version": 3, "default": null, "default": {}}', "the key 'default' twice"),
     ],
 )
 def test_what_is_no_plan_in_json_is_an_error(text, said, tmp_path):
@@ -346,30 +384,9 @@ def test_overrides_that_are_none_are_errors(make, said):
 
 
 def test_keys_of_a_plan_may_be_missing():
-    assert Plan.from_json('{"version": 3}') == Plan.from_json('{"version": 2}') == Plan.from_json('{"version": 1}') == Plan()
-    assert Plan.from_json('{"version": 1, "default": {}}') == Plan(default=UNCAST)
+    assert Plan.from_json('{"version": 3}') == Plan()
+    assert Plan.from_json('{"version": 3, "default": {}}') == Plan(default=UNCAST)
     assert PLAN_VERSION == 3
-
-
-def test_plans_of_earlier_versions_mean_what_they_meant():
-    """Written by Dither 0.1: fp4-forward had FP4 operands in all products."""
-    old = {
-        "version": 1,
-        "layers": [["head", None]],
-        "default": {
-            "input": "e2m1 tile(128) fp32 nearest",
-            "weight": "e2m1 block(128) fp32 nearest",
-            "grad": "e4m3 tile(128) fp32 nearest",
-        },
-        "compute": "bf16",
-        "provenance": {"recipe": "fp4-forward"},
-    }
-    plan = Plan.from_dict(old)
-    assert plan.default == recipe("fp4-fp8grad").default != recipe("fp4-forward").default
-    assert plan.provenance["recipe"] == "fp4-forward"
-    default = {**old["default"], "sampling": None, "input_sampling": None}
-    assert Plan.from_dict({**old, "version": 2, "default": default}) == plan
-    assert plan.to_dict()["version"] == 3
 
 
 def test_a_plan_that_cannot_be_read(tmp_path):

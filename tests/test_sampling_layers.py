@@ -764,7 +764,7 @@ def test_a_sampling_goes_through_json_with_its_plan() -> None:
     assert PLAN_NOISES == NOISES
     for guidance in (WeightDecay(0.2), BitwidthLoss(0.5), (BitwidthLoss(1.0), WeightDecay(0.0)), ()):
         sampling = Sampling(noise="uniform", block=16, b_init=7, b_target=2.5, parts="od", recompute=True, guidance=guidance)
-        plan = Plan(compute="bf16").with_sampling(sampling, input_sampling=Sampling(parts="re:.*up", beyond="warn"))
+        plan = Plan(compute="bf16").with_sampling(sampling, input_sampling=Sampling(parts="*up", beyond="warn"))
         assert Plan.from_json(plan.to_json()) == plan
         assert copy.deepcopy(plan) == plan
         assert plan.diff(Plan(compute="bf16").with_sampling(sampling)) != {}
@@ -836,7 +836,7 @@ def test_parts_choose_layers_within_a_plan() -> None:
     assert not isinstance(model.lm_head, dither.Linear)
     assert "sampled rounded_normal(32) 4 to 4 decay(0.1) parts='od'" in str(record)
     model = Llama(PRESETS["tiny"])
-    convert(model, Plan().with_sampling(Sampling(parts="re:.*\\.0\\..*v_proj")))
+    convert(model, Plan().with_sampling(Sampling(parts="*.0.*v_proj")))
     assert [name for name, _ in model.named_parameters() if "bitwidth" in name] == ["model.layers.0.self_attn.v_proj.bitwidth"]
 
 
@@ -851,7 +851,7 @@ def test_parts_choose_layers_within_a_plan() -> None:
         (lambda: Sampling(noise="unifrom"), "(did you mean 'uniform'?)"),
         (lambda: Sampling(block=24), "8, 16, 32, 64, 128 wide, not 24"),
         (lambda: Sampling(parts=""), "one of all, qkv, out, up, down, od, or a pattern of names, not ''"),
-        (lambda: Sampling(parts="re:("), "is not a regular expression"),
+        (lambda: Sampling(parts="re:("), "is a regular expression"),
         (lambda: Sampling(recompute=1), "recompute of a Sampling is true or false, not 1"),
         (lambda: Sampling(beyond="stop"), "beyond is one of 'clamp', 'warn', not 'stop'"),
         (lambda: Sampling(guidance="decay"), "a WeightDecay, a BitwidthLoss, a tuple with one of each, or (), not 'decay'"),
@@ -873,7 +873,7 @@ def test_parts_choose_layers_within_a_plan() -> None:
             "parts='odd' that match no layer",
         ),
         (
-            lambda: convert(Llama(PRESETS["tiny"]), Plan().with_sampling(Sampling(parts="re:.*c_proj"))),
+            lambda: convert(Llama(PRESETS["tiny"]), Plan().with_sampling(Sampling(parts="*c_proj"))),
             "there are model.layers.*.self_attn.q_proj, model.layers.*.self_attn.k_proj",
         ),
         (lambda: param_groups([]), "A model is a torch.nn.Module, not list"),

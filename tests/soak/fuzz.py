@@ -41,7 +41,7 @@ from dither.data.tokens import manifest_text, open_tokens
 from dither.files import Refused, from_json
 from dither.report import run_folder
 from dither.spec import Cast, Plan
-from dither.spec.expressions import parse
+from dither.spec.patterns import matches
 from dither.spec.recipes import RECIPES, recipe
 from dither.train import config as configs
 from dither.train.config import Config
@@ -144,8 +144,8 @@ def readers(folder: Path) -> dict[str, Reader]:
         (folder / "report" / "status.json").write_bytes(data)
         Status.load(folder / "report")
 
-    def expression(text: str) -> None:
-        parse(text).matches("model.layers.0.self_attn.q_proj")
+    def pattern(text: str) -> None:
+        matches(text, "model.layers.0.self_attn.q_proj")
 
     pickles = [pickle.dumps({"a": [torch.Size((2, 3)), (1, 2.5, None)]}, protocol) for protocol in (2, 4)]
     plans = [recipe(name).to_json().encode() for name in sorted(RECIPES)]
@@ -157,7 +157,7 @@ def readers(folder: Path) -> dict[str, Reader]:
         "configs": Reader(_decoded(configs.loads), full, 0.004),
         "plans": Reader(_decoded(Plan.from_json), plans, 0.15),
         "casts": Reader(_decoded(Cast.parse), [b"e4m3 tile(128) fp32 nearest", b"mxfp4", b"e5m2 delayed(16,0,max)"], 0.1),
-        "patterns": Reader(_decoded(expression), [rb"(.*\.)?(q|k|v)_proj", rb"(?!lm)[^a-c]\w+?{2,3}|\bx$", names], 0.01),
+        "patterns": Reader(_decoded(pattern), [rb"re:(.*\.)?(q|k|v)_proj", rb"[!a-c]*.[0-9]?* & *_proj", names], 0.01),
         "JSON": Reader(lambda data: from_json(data), [*plans[:2], lines[:14]], 0.2, (Refused,)),
         "headers": Reader(header, [tensors], 0.02, (Refused,)),
         "indexes of shards": Reader(shard_index, [(shards / "rank-00000.json").read_bytes()], 0.02, (Refused,)),

@@ -10,7 +10,6 @@ Some layers are left alone unless a rule of the plan or `only=` names them, or `
   classifiers of other libraries, whose products are too small to run faster in few bits.
 """
 
-import glob
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -49,6 +48,7 @@ from dither.spec import (
     matches,
 )
 from dither.spec.engines import Verified
+from dither.spec.patterns import escape
 from dither.spec.recipes import recipe
 from dither.spec.schedule import PlanSchedule
 
@@ -121,7 +121,7 @@ class Conversion:
         model = _uncompiled(model)
         layers = _between_steps(model)
         firsts = {name: linear_of(layer) for name, layer in layers.items()}
-        rules = tuple((glob.escape(name), first.choice.planned) for name, first in firsts.items())
+        rules = tuple((escape(name), first.choice.planned) for name, first in firsts.items())
         plan = Plan(rules, compute=next(first.choice.compute for first in firsts.values()))
         notes = {name: _obstructed(layer, firsts[name].choice.planned, None, plan.compute) for name, layer in layers.items()}
         sites = find_sites(model)

@@ -23,7 +23,7 @@ from dither.errors import UserError
 from dither.nn import fused
 from dither.nn.fused import KeptInputs, product_again
 from dither.nn.sharded import scales
-from dither.ops import INPUT_DTYPES, backend
+from dither.ops import INPUT_DTYPES, backend, dequantize_codes
 from dither.ops import torch_ops as torch_ops
 from dither.ops.backend import assume_constant_result
 from dither.spec import OPERANDS, Cast, LayerPrecision, MemoryOptions, engines
@@ -730,16 +730,7 @@ def drawn(state: State, purpose: int, *, moved: bool = True) -> Tensor:
 
 def decoded(codes: Codes, stored: StoredWeight, dtype: torch.dtype) -> Tensor:
     """Return the numbers of a frozen weight."""
-    empty = codes.values.new_empty(0, dtype=torch.float32)
-    scale, tensor_scale = (empty if part is None else part for part in codes[1:])
-    numbers: Tensor = torch.ops.dither.dequantize(
-        _bytes(codes.values), _bytes(scale), tensor_scale, stored.cast, list(stored.shape), stored.axis, dtype, "auto"
-    )
-    return numbers
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return x.view(torch.uint8) if x.is_floating_point() and x.itemsize == 1 else x
+    return dequantize_codes(*codes, stored.cast, stored.shape, stored.axis, dtype)
 
 
 def _frozen_codes(codes: Codes, casting: Casting, stored: StoredWeight) -> Codes:

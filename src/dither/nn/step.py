@@ -21,65 +21,6 @@ from dither.nn.sampling import BITWIDTHS, SamplingConstants
 from dither.nn.sharded.gather import cache_shards
 from dither.nn.sharded.tensor_parallel import local
 
-LEAST = 8
-"""The fewest layers for which a graph pays: a capture takes as long as some thousand launches."""
-
-WARMUP = 2
-"""Steps that cast one by one before a capture: memory is allocated and kernels are compiled in them."""
-
-_graphs: "weakref.WeakKeyDictionary[nn.Module, WeightGraph]" = weakref.WeakKeyDictionary()
-
-
-def cache_weights(model: nn.Module, layers: Sequence[Linear]) -> None:
-    """Sample and cast the weights of `layers` for a step, by one launch from the third step on.
-
-    Weights, codes, levels and places of random bits stay where they are from step to step, so the launches are captured once.
-    They are captured again when a weight moves or a layer's constants change.
-    """
-    caching = [layer for layer in layers if layer.caches_weight()]
-    few = len(caching) < LEAST or not all(layer.weight.is_cuda for layer in caching)
-    # Collectives of other ranks' magnitudes are not captured.
-    few = few or any(layer.shares_scales() for layer in caching)
-    if few or torch.cuda.is_current_stream_capturing():
-        for layer in caching:
-            layer.cache_weight()
-        return
-    graph = _graphs.get(model)
-    if graph is None:
-        graph = _graphs[model] = WeightGraph()
-    graph.run(caching)
-
-
-class WeightGraph:
-    """The captured casts of one model."""
-
-    def __init__(self) -> None:
-        self.key: tuple[object, ...] = ()
-        self.seen = 0
-        self.graph: torch.cuda.CUDAGraph | None = None
-
-    def run(self, layers: Sequence[Linear]) -> None:
-        """Run the casts: as usual while anything changes, then by the graph."""
-        key = tuple(layer.cache_key() for layer in layers)
-        if key != self.key:
-            self.key, self.seen, self.graph = key, 0, None
-        self.seen += 1
-        if self.seen <= WARMUP:
-            for layer in layers:
-                layer.cache_weight()
-            self.key = tuple(layer.cache_key() for layer in layers)
-            return
-        if self.graph is None:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                for layer in layers:
-                    layer.cache_weight()
-            self.graph = graph
-        self.graph.replay()
-        for layer in layers:
-            layer.mark_cached()
-
-
 B_T = {"bitwidth": "b_t", "input_bitwidth": "input_b_t"}
 """The attributes of a StepCache that have b_t, by the parameter that they follow from."""
 
@@ -168,8 +109,8 @@ class StepContext:
     def finish(self) -> None:
         """Append the magnitudes of the step to the histories of delayed scaling; raise if weights or bitwidths are invalid."""
         self._look()
-        told = next((layer.amax_group for layer in self._layers if layer.amax_group is not None), None)
-        delayed.push(self._layers, told or self.group)
+        group = next((layer.amax_group for layer in self._layers if layer.amax_group is not None), self.group)
+        delayed.push(self._layers, group)
 
     def release(self) -> None:
         """Remove all state of the step from the layers."""
@@ -236,9 +177,9 @@ class StepContext:
 
     def _watch(self) -> None:
         """Copy the ranges of bitwidths and weights to the host: at once on a CPU, asynchronously on a GPU."""
-        held = [layer.cache.w_amax for layer in self._layers if layer.cache.sampled]
+        sampled = [layer.cache.w_amax for layer in self._layers if layer.cache.sampled]
         by_device: dict[torch.device, list[Tensor]] = {}
-        for amax in held:
+        for amax in sampled:
             assert amax is not None
             by_device.setdefault(amax.device, []).append(amax.flatten())
         self._ranges += [torch.cat(amaxes).amax()[None] for amaxes in by_device.values()]
@@ -307,14 +248,14 @@ def _warn_unsafe(constants: SamplingConstants, safe: tuple[float, str], members:
         layer.warned.add(name)
     first, more = above[0][0].name, len(above) - 1
     layers = f"the layer {first!r}" + (f" and {more} more" if more else "")
-    held = (
+    treatment = (
         f"they are held at {constants.limit:g}"
         if constants.clamped
         else "they are kept; a smaller b_init, or beyond='clamp', avoids it"
     )
     warnings.warn(
         f"Bitwidths of {layers} are up to {max(b_t for *_, b_t in above):g}, above {bits:g}, where {constants.kind} noise can "
-        f"vanish in {format}: {held}.",
+        f"vanish in {format}: {treatment}.",
         stacklevel=5,
     )
 
@@ -363,3 +304,64 @@ def step_context(
             outer.resume()
         for layer, rows in now._counts:
             layer.draws.rows = rows
+
+
+# Casts of all weights as one CUDA graph -------------------------------------------------------------------------------
+
+LEAST = 8
+"""The fewest layers for which a graph pays: a capture takes as long as some thousand launches."""
+
+WARMUP = 2
+"""Steps that cast one by one before a capture: memory is allocated and kernels are compiled in them."""
+
+_graphs: "weakref.WeakKeyDictionary[nn.Module, WeightGraph]" = weakref.WeakKeyDictionary()
+
+
+def cache_weights(model: nn.Module, layers: Sequence[Linear]) -> None:
+    """Sample and cast the weights of `layers` for a step, by one launch from the third step on.
+
+    Weights, codes, levels and places of random bits stay where they are from step to step, so the launches are captured once.
+    They are captured again when a weight moves or a layer's constants change.
+    """
+    caching = [layer for layer in layers if layer.caches_weight()]
+    few = len(caching) < LEAST or not all(layer.weight.is_cuda for layer in caching)
+    # Collectives of other ranks' magnitudes are not captured.
+    few = few or any(layer.shares_scales() for layer in caching)
+    if few or torch.cuda.is_current_stream_capturing():
+        for layer in caching:
+            layer.cache_weight()
+        return
+    graph = _graphs.get(model)
+    if graph is None:
+        graph = _graphs[model] = WeightGraph()
+    graph.run(caching)
+
+
+class WeightGraph:
+    """The captured casts of one model."""
+
+    def __init__(self) -> None:
+        self.key: tuple[object, ...] = ()
+        self.seen = 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self, layers: Sequence[Linear]) -> None:
+        """Run the casts: as usual while anything changes, then by the graph."""
+        key = tuple(layer.cache_key() for layer in layers)
+        if key != self.key:
+            self.key, self.seen, self.graph = key, 0, None
+        self.seen += 1
+        if self.seen <= WARMUP:
+            for layer in layers:
+                layer.cache_weight()
+            self.key = tuple(layer.cache_key() for layer in layers)
+            return
+        if self.graph is None:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                for layer in layers:
+                    layer.cache_weight()
+            self.graph = graph
+        self.graph.replay()
+        for layer in layers:
+            layer.mark_cached()

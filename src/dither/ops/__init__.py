@@ -4,6 +4,7 @@ These functions check their arguments. The operators that they call (`torch.ops.
 them again.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,18 +55,27 @@ class Quantized:
         dtype = dtype or self.dtype
         if dtype not in INPUT_DTYPES:
             raise UserError(f"Numbers come back as float32, bfloat16 or float16, not as {dtype}.")
-        empty = self.values.new_empty(0, dtype=torch.float32)
-        numbers: Tensor = torch.ops.dither.dequantize(
-            _bytes(self.values),
-            empty if self.scale is None else _bytes(self.scale),
-            empty if self.tensor_scale is None else self.tensor_scale,
-            str(self.cast),
-            list(self.shape),
-            self.axis,
-            dtype,
-            check_backend(backend),
-        )
-        return numbers
+        codes = (self.values, self.scale, self.tensor_scale)
+        return dequantize_codes(*codes, str(self.cast), self.shape, self.axis, dtype, check_backend(backend))
+
+
+def dequantize_codes(
+    values: Tensor,
+    scale: Tensor | None,
+    tensor_scale: Tensor | None,
+    cast: str,
+    shape: Sequence[int],
+    axis: int,
+    dtype: torch.dtype,
+    backend: str = "auto",
+) -> Tensor:
+    """Return the numbers of codes in `dtype`, in the shape of the tensor that was cast along `axis`."""
+    empty = values.new_empty(0, dtype=torch.float32)
+    scale, tensor_scale = (empty if part is None else part for part in (scale, tensor_scale))
+    numbers: Tensor = torch.ops.dither.dequantize(
+        _bytes(values), _bytes(scale), tensor_scale, cast, list(shape), axis, dtype, backend
+    )
+    return numbers
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """The recipe fp8-auto: FP8 for the layers that it makes faster, by measured time per shape, and BF16 for the others."""
 
-import glob
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from dither.snip.options import Option
 from dither.snip.savings import LayerTimes, Shape, measure_times, read_times, shape_text
 from dither.spec import LayerPrecision, Plan
 from dither.spec.engines import ALIGNMENT, engines_of
+from dither.spec.patterns import escape
 from dither.spec.recipes import recipe, recipe_name
 
 RECIPES = ("fp8-block", "fp8-current")
@@ -198,7 +198,7 @@ def plan_of(choices: Sequence[ShapeChoice], times: LayerTimes, tokens: int) -> P
     usual = max(count, key=lambda name: count[name])
     precisions = {name: LayerPrecision() if name == BF16 else recipe(name).default for name in count}
     rules = [
-        (glob.escape(name), precisions[choice.recipe]) for choice in choices if choice.recipe != usual for name in choice.layers
+        (escape(name), precisions[choice.recipe]) for choice in choices if choice.recipe != usual for name in choice.layers
     ]
     said = {shape_text(choice.shape): f"{choice.recipe} ({_milliseconds(choice)}): {choice.reason}" for choice in choices}
     provenance: dict[str, str | int] = {"recipe": "fp8-auto", "gpu": times.device, "torch": times.torch, "tokens": tokens}

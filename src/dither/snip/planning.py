@@ -1,6 +1,5 @@
 """From estimates to a plan: choose options for a goal (`choose`), build the Plan (`build_plan`), print it (`picture`)."""
 
-import glob
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from dither.snip.settings import Goal, Value
 from dither.snip.solver import Rows, Solution, solve
 from dither.snip.statistics import LayerStatistics, layers_of
 from dither.spec import OPERANDS, SAMPLINGS, LayerPrecision, Plan, did_you_mean, matches
+from dither.spec.patterns import escape, literal
 
 
 def choose(
@@ -78,7 +78,7 @@ def build_plan(layers: Sequence[str], options: Sequence[Option], solution: Solut
             raise UserError(f"The plan to build on leaves the layer {name!r} alone, so no precision can be chosen for it.")
         rules.append(
             (
-                glob.escape(name),
+                escape(name),
                 replace(options[chosen].precision, sampling=before.sampling, input_sampling=before.input_sampling),
             )
         )
@@ -199,7 +199,7 @@ def picture(given: Plan) -> str:
     kept = []
     for pattern, precision in given.layers:
         head, place, tail = _parts(pattern)
-        if precision is None or not place or any(getattr(precision, each) for each in SAMPLINGS) or _is_pattern(pattern):
+        if precision is None or not place or any(getattr(precision, each) for each in SAMPLINGS) or literal(pattern) is None:
             kept.append((pattern, precision))
         else:
             cells[place, f"{head}|{tail}"] = bits_of(precision)
@@ -235,10 +235,6 @@ def _parts(name: str) -> tuple[str, str, str]:
     words = name.split(".")
     at = next((at for at, word in enumerate(words) if word.isdigit()), None)
     return (name, "", "") if at is None else (".".join(words[:at]), words[at], ".".join(words[at + 1 :]))
-
-
-def _is_pattern(pattern: str) -> bool:
-    return pattern.startswith("re:") or glob.has_magic(pattern)
 
 
 def check_goal(model: nn.Module, options: Sequence[Option], goal: Goal, *, partial: bool = False) -> None:

@@ -148,7 +148,7 @@ class _Norms:
 
     def add(self, key: str, x: Tensor | Part) -> None:
         if isinstance(x, Part):
-            x = x.matrix if x.cut is None else _row_norms(x)
+            x = x.matrix if x.group is None else _row_norms(x)
         self.found.setdefault(key, []).append(_norm(x))
 
 
@@ -398,10 +398,10 @@ def _norm(x: Tensor) -> Tensor:
 def _row_norms(part: Part) -> Tensor:
     """Return the norms of whole rows, float32[rows]."""
     found: Tensor = torch.linalg.vector_norm(part.matrix, dim=1, dtype=torch.float32)
-    if part.cut is None:
+    if part.group is None:
         return found
     squares = found.square()
-    torch.distributed.all_reduce(squares, group=part.cut)
+    torch.distributed.all_reduce(squares, group=part.group)
     return squares.sqrt()
 
 

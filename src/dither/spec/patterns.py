@@ -1,43 +1,101 @@
-"""Patterns of layer names: exact names, globs and regular expressions."""
+"""Patterns of layer names: exact names and globs; `a & b` matches the names that both match.
+
+Patterns come from files, so each is matched in bounded time: `fnmatch` translates a glob to an expression that never
+backtracks over a `*`.
+"""
 
 import fnmatch
+import glob
+import itertools
+import math
 import re
 
 from dither.errors import UserError
-from dither.spec import expressions
 
-LONGEST_GLOB = 1000
-"""Most characters of a glob with a wildcard; a name without one may have any length."""
+BOTH = " & "
+"""Joins the globs of a pattern, all of which must match."""
 
-WILDCARDS = frozenset("*?[")
+LONGEST = 1000
+"""Most characters of a pattern with wildcards; a name without one may have any length."""
 
-ESCAPED = re.compile(r"\[([*?[])\]")
-"""A wildcard that stands for itself, as `glob.escape` writes it."""
+_WILDCARDS = frozenset("*?[")
+
+_ESCAPED = re.compile(r"\[([*?[&])\]")
+"""A character that stands for itself, as `escape` writes it."""
+
+
+def escape(name: str) -> str:
+    """Return the pattern that matches one name only.
+
+    >>> escape("experts.[0]"), escape("h.0.up")
+    ('experts.[[]0]', 'h.0.up')
+    """
+    return glob.escape(name).replace(BOTH, " [&] ")
 
 
 def literal(pattern: str) -> str | None:
-    """Return the only name that a pattern matches, or None if it is a regular expression or has wildcards.
+    """Return the only name that a pattern matches, or None if it has wildcards.
 
     >>> literal("h.0.up"), literal("experts.[[]0]"), literal("*.up")
     ('h.0.up', 'experts.[0]', None)
     """
-    if pattern.startswith("re:") or not WILDCARDS.isdisjoint(ESCAPED.sub("", pattern)):
+    if BOTH in pattern or not _WILDCARDS.isdisjoint(_ESCAPED.sub("", pattern)):
         return None
-    return ESCAPED.sub(r"\1", pattern)
+    return _ESCAPED.sub(r"\1", pattern)
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return True if a pattern matches the whole name. A pattern is a name, a glob, or `re:` and a regular expression.
+    """Return True if a pattern matches the whole name. In a glob, `*` crosses dots.
 
-    The time is bounded for any pattern: see `dither.spec.expressions`.
-
-    >>> matches("*.mlp.*", "layers.0.mlp.up"), matches("re:layers\\\\.[0-3]\\\\..*", "layers.12.mlp.up")
+    >>> matches("*.mlp.*", "layers.0.mlp.up"), matches("layers.[0-3].*", "layers.12.mlp.up")
+    (True, False)
+    >>> matches("layers.0.* & *.up", "layers.0.mlp.up"), matches("layers.0.* & *.up", "layers.1.mlp.up")
     (True, False)
     """
-    if pattern.startswith("re:"):
-        return expressions.parse(pattern[3:]).matches(name)
+    check_pattern(pattern)
     if (only := literal(pattern)) is not None:
         return only == name
-    if len(pattern) > LONGEST_GLOB:
-        raise UserError(f"The pattern {pattern!r:.80} has {len(pattern):,} characters, and {LONGEST_GLOB:,} are the most.")
-    return fnmatch.fnmatchcase(name, pattern)
+    return all(fnmatch.fnmatchcase(name, part) for part in pattern.split(BOTH))
+
+
+def check_pattern(pattern: str) -> None:
+    """Raise if a pattern is a regular expression, and say what to write in place of it, or if it is too long.
+
+    >>> check_pattern("re:.*up")
+    Traceback (most recent call last):
+    dither.errors.UserError: The pattern 're:.*up' is a regular expression, and patterns are globs: write '*up'.
+    """
+    if pattern.startswith("re:"):
+        globs = _globs(pattern[3:]) if len(pattern) <= 80 else None
+        write = " and ".join(map(repr, globs)) if globs else "a glob, such as '*.layers.[0-3].*'"
+        raise UserError(f"The pattern {pattern!r:.80} is a regular expression, and patterns are globs: write {write}.")
+    if len(pattern) > LONGEST and literal(pattern) is None:
+        raise UserError(f"The pattern {pattern!r:.80} has {len(pattern):,} characters, and {LONGEST:,} are the most.")
+
+
+_TOKENS = re.compile(
+    r"(?P<some>\.\+)|(?P<all>\.\*)|(?P<one>\.)|(?P<digits>(?:\\d|\[0-9\])[+*])|(?P<digit>\\d)|(?P<set>\[[^]!\[\\][^]\[\\]*\])"
+    r"|\\(?P<mark>[^\w\s])|(?P<letter>[\w\s:/-])"
+)
+"""The parts of a regular expression that a glob can express. `\\d+` becomes `[0-9]*`, which matches a little more."""
+
+_GLOBS = {"some": "?*", "all": "*", "one": "?", "digits": "[0-9]*", "digit": "[0-9]"}
+
+
+def _globs(expression: str) -> list[str] | None:
+    """Return a glob for each of at most 8 alternatives of a simple regular expression, or None."""
+    pieces = re.split(r"\((?:\?:)?([^()]*)\)", expression.removeprefix("^").removesuffix("$"))
+    choices = [[_glob(text) for text in (piece.split("|") if place % 2 else [piece])] for place, piece in enumerate(pieces)]
+    if math.prod(map(len, choices)) > 8 or any(None in globs for globs in choices):
+        return None
+    return ["".join(parts) for parts in itertools.product(*choices)]
+
+
+def _glob(expression: str) -> str | None:
+    glob, end = "", 0
+    for token in _TOKENS.finditer(expression):
+        if token.start() != end:
+            return None
+        kind, text, end = token.lastgroup, token[token.lastgroup], token.end()
+        glob += _GLOBS.get(kind) or (text.replace("[^", "[!", 1) if kind == "set" else escape(text))
+    return glob if end == len(expression) else None

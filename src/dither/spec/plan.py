@@ -1,8 +1,6 @@
 """Plan: the precision of every linear layer of a model, with its JSON form."""
 
-import fnmatch
 import functools
-import glob
 import json
 import math
 from collections import Counter
@@ -15,8 +13,8 @@ from typing import Any, Literal
 from dither.errors import UserError
 from dither.files import Refused, from_json, read_text
 from dither.spec.checks import checked_keys
-from dither.spec.layer import OPERANDS, PRODUCTS, SAMPLINGS, LayerPrecision, Override
-from dither.spec.patterns import literal, matches
+from dither.spec.layer import OPERANDS, PRODUCTS, LayerPrecision, Override
+from dither.spec.patterns import BOTH, check_pattern, literal, matches
 from dither.spec.sampling import Sampling
 
 
@@ -24,8 +22,8 @@ from dither.spec.sampling import Sampling
 class Plan:
     """The precision of every linear layer of a model, and the dtypes of the rest of the model.
 
-    A rule's pattern is a layer's name, a glob in which `*` crosses dots, or `re:` and a regular expression. It must match the
-    whole name. The first rule that matches is used.
+    A rule's pattern is a layer's name, a glob in which `*` crosses dots, or `a & b` for the names that two globs match. It must
+    match the whole name. The first rule that matches is used.
 
     >>> fp8 = LayerPrecision.of("e4m3 tile(128)", "e4m3 block(128)", "e4m3 tile(128)")
     >>> plan = Plan(layers=(("*.down_proj", None),), default=fp8, compute="bf16")
@@ -187,19 +185,17 @@ class Plan:
         """Return the plan of a dictionary, the inverse of `to_dict`. Only the version is required; unknown keys are errors."""
         version = data.get("version") if isinstance(data, dict) else None
         if isinstance(version, int) and version > PLAN_VERSION:  # first, since a newer plan may have any keys
-            raise UserError(
-                f"This plan has version {version}, and this Dither reads versions up to {PLAN_VERSION}: use a newer one."
-            )
+            raise UserError(f"This plan has version {version}, and this Dither reads version {PLAN_VERSION}: use a newer one.")
         data = checked_keys("plan", data, PLAN_KEYS)
-        if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        if version != PLAN_VERSION or isinstance(version, bool):
             raise UserError(f"A plan in JSON has the key 'version' with the number {PLAN_VERSION}, not {version!r}.")
         rules = data.get("layers", [])
         if not isinstance(rules, list) or not all(isinstance(rule, list) and len(rule) == 2 for rule in rules):
             raise UserError(f"A plan's layers in JSON are a list of [pattern, precision], not {rules!r}.")
         fields = {key: value for key, value in data.items() if key not in ("version", "layers", "default")}
         return cls(
-            layers=tuple((pattern, _precision(precision, version)) for pattern, precision in rules),
-            default=_precision(data.get("default"), version),
+            layers=tuple((pattern, _precision(precision)) for pattern, precision in rules),
+            default=_precision(data.get("default")),
             **fields,
         )
 
@@ -251,10 +247,7 @@ class Plan:
 
 
 PLAN_VERSION = 3
-"""The version of plans in JSON. It increases with every change that older versions of Dither would misread.
-
-2: samplings. 3: overrides; a sampling without the key `beyond` warns, where in versions 1 and 2 it clamps.
-"""
+"""The version of plans in JSON."""
 
 MOST_WILDCARDS = 10_000
 """Most characters of all patterns of a plan with wildcards. Rules for single layers, perhaps thousands, are plain names."""
@@ -270,15 +263,11 @@ def _rule(rule: object) -> tuple[str, LayerPrecision | None]:
     pattern, precision = rule
     if not isinstance(precision, LayerPrecision | None):
         raise UserError(f"The plan's rule for {pattern!r} is a LayerPrecision or None, not {precision!r}.")
-    matches(pattern, "")  # so that a wrong regular expression is found here
+    check_pattern(pattern)
     return pattern, precision
 
 
-def _precision(data: Any, version: int) -> LayerPrecision | None:
-    """Return a layer's precision from a plan of that version; None leaves the layer unchanged."""
-    if version < 3 and isinstance(data, dict):  # the default of `beyond` was "clamp" when these were written
-        old = {name: data[name] for name in SAMPLINGS if isinstance(data.get(name), dict)}
-        data = data | {name: {"beyond": "clamp"} | sampling for name, sampling in old.items()}
+def _precision(data: Any) -> LayerPrecision | None:
     return None if data is None else LayerPrecision.from_dict(data)
 
 
@@ -302,17 +291,13 @@ def with_forward_casts(plan: Plan, forward: Plan) -> Plan:
     rules: dict[str, LayerPrecision | None] = {}
     # Names first: each is looked up in both plans. Then pairs of patterns, in an order that keeps the first match of both.
     for pattern, _ in (*forward.layers, *plan.layers):
-        if _is_name(pattern):
-            name = _name_of(pattern)
+        if (name := literal(pattern)) is not None:
             rules.setdefault(pattern, _joined(plan.for_layer(name), forward.for_layer(name)))
-    ours, theirs = ([rule for rule in each.layers if not _is_name(rule[0])] for each in (plan, forward))
+    ours, theirs = ([rule for rule in each.layers if literal(rule[0]) is None] for each in (plan, forward))
     for pattern, casts in theirs:
         for other, precision in ours:
-            if pattern != other:
-                both = f"re:(?={_expression(pattern)})(?={_expression(other)}).*"
-                rules.setdefault(both, _joined(precision, casts))
-            else:
-                rules.setdefault(pattern, _joined(precision, casts))
+            both = pattern if pattern == other else f"{pattern}{BOTH}{other}"
+            rules.setdefault(both, _joined(precision, casts))
         rules.setdefault(pattern, _joined(plan.default, casts))
     for pattern, precision in ours:
         rules.setdefault(pattern, _joined(precision, forward.default))
@@ -334,22 +319,3 @@ def _joined(precision: LayerPrecision | None, forward: LayerPrecision | None) ->
             if cast != own[operand]:
                 overrides.append(Override(product, operand, cast))  # type: ignore[arg-type]
     return replace(precision, **own, overrides=tuple(overrides))
-
-
-def _is_name(pattern: str) -> bool:
-    return not pattern.startswith("re:") and glob.escape(_name_of(pattern)) == pattern
-
-
-def _name_of(pattern: str) -> str:
-    """Return the name that `glob.escape` made a pattern of, or the pattern itself."""
-    name = pattern
-    for character in "*?[":
-        name = name.replace(f"[{character}]", character)
-    return name
-
-
-def _expression(pattern: str) -> str:
-    """Return the regular expression of a pattern, which is to match a whole name."""
-    if pattern.startswith("re:"):
-        return f"(?:{pattern[3:]})\\Z"
-    return fnmatch.translate(pattern)

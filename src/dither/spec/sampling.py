@@ -1,12 +1,13 @@
 """Sampling: noise in place of quantization, and the guidance of its bitwidths (GaussWS)."""
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from dither.errors import UserError
 from dither.spec.checks import check_number, checked_keys, did_you_mean
-from dither.spec.patterns import matches
+from dither.spec.patterns import check_pattern, matches
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Sampling:
             raise UserError(
                 f"The parts of a Sampling are one of {', '.join(PARTS)}, or a pattern of names, not {self.parts!r}."
             )
-        matches(self.parts, "")  # so that a wrong regular expression is found here
+        check_pattern(self.parts)
         if not isinstance(self.recompute, bool):
             raise UserError(f"The recompute of a Sampling is true or false, not {self.recompute!r}.")
         kinds = [type(guide) for guide in self.guides]
@@ -113,7 +114,8 @@ class Sampling:
         >>> [Sampling(parts="od").takes(f"h.0.{name}") for name in ("attn.c_attn", "attn.c_proj", "mlp.c_proj")]
         [False, True, True]
         """
-        return matches(PARTS.get(self.parts, self.parts), name)
+        part = PARTS.get(self.parts)
+        return matches(self.parts, name) if part is None else part.fullmatch(name) is not None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON."""
@@ -159,12 +161,11 @@ _UP = r"up|gate|up_proj|gate_proj|gate_up_proj|c_fc|fc1|fc_in|dense_h_to_4h|w1|w
 _DOWN = r"down|down_proj|(mlp|ffn|feed_forward)\.(c_proj|proj)|fc2|fc_out|dense_4h_to_h|w2|\d+\.output\.dense"
 
 PARTS = {
-    "all": "*",
-    "qkv": rf"re:(.*\.)?({_QKV})",
-    "out": rf"re:(.*\.)?({_OUT})",
-    "up": rf"re:(.*\.)?({_UP})",
-    "down": rf"re:(.*\.)?({_DOWN})",
-    "od": rf"re:(.*\.)?({_OUT}|{_DOWN})",
+    "all": re.compile(".*", re.DOTALL),
+    **{
+        part: re.compile(rf"(.*\.)?({names})", re.DOTALL)
+        for part, names in {"qkv": _QKV, "out": _OUT, "up": _UP, "down": _DOWN, "od": f"{_OUT}|{_DOWN}"}.items()
+    },
 }
 """The parts of a transformer block, by their names in Llama, Qwen, Mistral, GPT-2, GPT-NeoX, OPT and similar models."""
 

@@ -1,17 +1,19 @@
-"""Casts of a matrix whose rows are sharded: codes of a shard are those of the whole matrix, even if it splits a scale group.
+"""Casts of a sharded matrix: codes of a shard are those of the whole matrix, even if its boundary splits a scale group.
 
-A group that a shard boundary splits has one largest magnitude, which all its ranks need. Each rank measures its rows of such
-groups, and one all-reduce takes the maximum. The cast then reads the rows of the shard in a matrix of whole groups: other rows
-are zero, except for one element per group that has the group's largest magnitude. So the cast of a shard is the usual one.
+A group that is split has one largest magnitude, which all its ranks need. Each rank measures its part, and one all-reduce takes
+the maximum. The cast is then the usual one, of a matrix with elements that have the groups' largest magnitudes:
+
+    tensor parallelism   a shard of rows gets one more element per row, whose code is dropped (`cast_part`)
+    FSDP2                rows of a shard stand in a matrix of whole groups; other rows are zero, but for one element per group
+                         (`in_whole_groups`)
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import ProcessGroup
 
 from dither.nn import fused
 from dither.ops.backend import assume_constant_result
@@ -217,10 +219,9 @@ def in_whole_groups(x: Tensor, shard: RowShard, groups: Groups, amax: Tensor) ->
 
 
 def all_reduce_max(values: list[Tensor], group: ProcessGroup) -> list[Tensor]:
-    """Return the elementwise maxima over the ranks of `group`, by one all-reduce. NaN becomes Inf: a maximum may drop it."""
+    """Return the elementwise maxima over the ranks of `group`, by one all-reduce. NaN becomes Inf."""
     if not sum(value.numel() for value in values):
         return values
-    flat = torch.cat([value.reshape(-1) for value in values]).nan_to_num_(nan=math.inf, posinf=math.inf)
-    torch.distributed.all_reduce(flat, ReduceOp.MAX, group)
+    flat = largest_of(torch.cat([value.reshape(-1) for value in values]), group.group_name)
     parts = torch.split(flat, [value.numel() for value in values])
     return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]

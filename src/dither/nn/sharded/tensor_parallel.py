@@ -105,12 +105,12 @@ def _placed(x: Tensor, mesh: DeviceMesh, placement: Replicate | Shard) -> DTenso
 class Part(NamedTuple):
     """The part of a tensor [..., C] on this rank: a matrix of whole rows, or of their columns from `column` on.
 
-    In the latter case `cut` is the group of ranks that hold the other columns.
+    In the latter case `group` has the ranks with the other columns.
     """
 
     matrix: Tensor
     column: int = 0
-    cut: ProcessGroup | None = None
+    group: ProcessGroup | None = None
 
 
 def part_of(x: Tensor) -> Part:
