@@ -185,15 +185,12 @@ def auto(
     from dither.snip.fp8_auto import auto_plan
     from dither.train.ranks import joined
 
-    if model in PRESETS:
-        built = skeleton(preset(model))
-    elif Path(model).exists():
-        built = hf(model)
-    else:
+    if model not in PRESETS and not Path(model).exists():
         raise UserError(
             f"There is no model {model!r}{did_you_mean(model, PRESETS)}: give a preset ({', '.join(PRESETS)}), or a Hugging "
             "Face folder or config.json."
         )
+    built = skeleton(preset(model)) if model in PRESETS else hf(model)
     names = [name.strip() for name in recipes.split(",")]
     said: list[str] = []
     with joined(device) as ranks, ProgressBars(sys.stderr).stage("Measuring the time of each shape of a layer") as tick:
