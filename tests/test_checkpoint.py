@@ -215,7 +215,7 @@ def _script(*arguments):
 
 
 def test_kill_9_anywhere_in_a_save_or_removal_loses_nothing(tmp_path):
-    counts = {"new": 24, "replace": 12, "keep": 6}
+    counts = {"new": 12, "replace": 8, "keep": 4}
     (tmp_path / "killer.py").write_text(KILLER)
     code, said = forked(_script, str(tmp_path / "killer.py"), str(tmp_path), *map(str, counts.values()))
     assert code == 0, said

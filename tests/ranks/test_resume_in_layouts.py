@@ -1,6 +1,5 @@
 """A checkpoint of 4 ranks (FSDP2 x TP), restored in other layouts: weights, states and samples are identical."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from sweeps import only
-from test_train_parallel import METHODS, in_ranks, settings, wide_preset
+from test_train_parallel import METHODS as SEPARATE
 from test_train_parallel import folder as folder  # a fixture
+from test_train_parallel import settings, train_each, wide_preset
 from torch import Tensor, nn
-from worlds import environment, free_port, needs_gloo, start, wait
+from worlds import ranks
 
 import dither
 from dither import UserError, checkpoint
@@ -26,11 +26,11 @@ from dither.train.files import TOKENS
 from dither.train.layout import RankLayout
 from dither.train.pipeline import stage_of
 from dither.train.plans import RunPlans
-from dither.train.ranks import TIMEOUT, Ranks
+from dither.train.ranks import Ranks
 from dither.train.trainer import Trainer
 
-pytestmark = needs_gloo
-
+EVERYTHING = (*SEPARATE["snip"], "precision.states=dynamic8", "precision.sampling.parts=qkv")
+METHODS = {**SEPARATE, "everything": EVERYTHING}
 BATCH = 12
 """Sequences per step: each of 1, 2 or 3 data-parallel ranks has an even number of them, as pipelines of two ranks need."""
 LAYOUTS = {
@@ -52,27 +52,22 @@ def name_of(method: str) -> str:
     return f"saved {method}"
 
 
-def _restored(rank: int, world: int, port: int, folder: Path, method: str, layout: str) -> None:
-    """Restore the checkpoint, save it again, and write which samples this rank would train on next."""
-    environment(rank, world, port)
-    if world > 1:
-        dist.init_process_group("gloo", timeout=TIMEOUT)
+def restored(folder: Path, method: str, layout: str) -> tuple[int, int, Any]:
+    """Restore the checkpoint and save it again. Return this data-parallel rank, their number, and the next samples."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     saved = folder / name_of(method)
     with wide_preset():
         config = settings(folder, name_of(method), BATCH, *METHODS[method], *LAYOUTS[layout][1], f"run.steps={STEPS + 1}")
-        ranks = Ranks(torch.device("cpu"), rank, world)
-        place = RankLayout.of(config, ranks)
-        trainer = Trainer(config, open_tokens(saved / TOKENS, verify=False), ranks, layout=place, initial=False)
+        mine = Ranks(torch.device("cpu"), rank, world)
+        place = RankLayout.of(config, mine)
+        trainer = Trainer(config, open_tokens(saved / TOKENS, verify=False), mine, layout=place, initial=False)
         trainer.restore(saved / "checkpoints" / f"step-{STEPS:08d}")
     batches = [trainer.loader.batch(trainer.done + trainer.offset + n, place.data_rank, place.data_world) for n in range(3)]
-    samples = [batch.tokens.tolist() for batch in batches]
-    (folder / f"samples {rank}.json").write_text(json.dumps([place.data_rank, place.data_world, samples]))
     tensors, plain = trainer.pack(dumps(config), 0.0)
     if place.cut or rank == 0:
         again = folder / f"again {method} {layout}"
         checkpoint.save(again, STEPS, tensors=tensors, plain=plain, group=place.saving_group)
-    if world > 1:
-        dist.destroy_process_group()
+    return place.data_rank, place.data_world, [batch.tokens.tolist() for batch in batches]
 
 
 def without_times(plain: dict[str, Any]) -> dict[str, Any]:
@@ -82,20 +77,24 @@ def without_times(plain: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("method", "layout"),
+    ("method", "layouts"),
     [
-        only((method, layout), (method, layout) == ("snip", "PP 2"))
-        for method in ("gaussws", "bf16-sr", "dynamic8", "adam-mini", "snip")
-        for layout in LAYOUTS
+        ("everything", ("one", "FSDP2 3", "PP 2")),
+        *(only((method, tuple(LAYOUTS)), False) for method in ("gaussws", "bf16-sr", "dynamic8", "adam-mini", "snip")),
     ],
 )
-def test_a_checkpoint_is_restored_in_every_layout(folder: Path, method: str, layout: str) -> None:
+def test_a_checkpoint_is_restored_in_other_layouts(folder: Path, method: str, layouts: tuple[str, ...]) -> None:
     saved = folder / name_of(method)
-    if not saved.exists():
-        more = [*METHODS[method], f"run.steps={STEPS + 1}", f"run.save_every={STEPS}", f"data.micro_batch={BATCH // 2}"]
-        in_ranks(4, folder, (saved.name, BATCH, [*more, "parallel.dp_shard=2", "parallel.tp=2"], False))
+    more = [*METHODS[method], f"run.steps={STEPS}", f"run.save_every={STEPS}", f"data.micro_batch={BATCH // 2}"]
+    ranks(4, train_each, folder, (saved.name, BATCH, [*more, "parallel.dp_shard=2", "parallel.tp=2"]), seconds=600)
+    for layout in layouts:
+        check_restored(folder, method, layout)
+
+
+def check_restored(folder: Path, method: str, layout: str) -> None:
+    saved = folder / name_of(method)
     world = LAYOUTS[layout][0]
-    wait(start(_restored, (world, free_port(), folder, method, layout), world))
+    found_by = ranks(world, restored, folder, method, layout) if world > 1 else [restored(folder, method, layout)]
     path = f"step-{STEPS:08d}"
     tensors, plain = checkpoint.load(saved / "checkpoints" / path)
     found, values = checkpoint.load(folder / f"again {method} {layout}" / path)
@@ -108,10 +107,9 @@ def test_a_checkpoint_is_restored_in_every_layout(folder: Path, method: str, lay
             assert torch.equal(found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
     # Samples of all data-parallel ranks, in order, are those of the run that saved.
     shares: dict[int, Any] = {}
-    for rank in range(world):
-        data_rank, data_world, samples = json.loads((folder / f"samples {rank}.json").read_text())
+    for data_rank, _, samples in found_by:
         assert shares.setdefault(data_rank, samples) == samples
-    assert sorted(shares) == list(range(data_world))
+    assert sorted(shares) == list(range(found_by[0][1]))
     with wide_preset():
         config = settings(folder, saved.name, BATCH, *METHODS[method])
         single = Trainer(config, open_tokens(saved / TOKENS, verify=False), Ranks(torch.device("cpu")))

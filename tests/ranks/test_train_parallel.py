@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from made_once import made_once
-from worlds import Forked, environment, free_port, needs_gloo, start, wait
+from worlds import Forked, ranks
 
 from dither import UserError, checkpoint, cli
 from dither.data import Loader
@@ -32,9 +32,7 @@ from dither.train import trainer as trainers
 from dither.train.goals import check_layout
 from dither.train.layout import RankLayout
 from dither.train.pipeline import blocks_per_stage
-from dither.train.ranks import TIMEOUT, Ranks
-
-pytestmark = needs_gloo
+from dither.train.ranks import Ranks
 
 FP32 = ("precision.mode=fp32",)
 FP8 = (*FP32, "precision.recipe=fp8-block")
@@ -110,20 +108,11 @@ def losses(out: Path, kind: str = "train") -> list[float]:
     return [line["loss"] for line in {line["step"]: line for line in lines if line["kind"] == kind}.values()]
 
 
-def _ranks(rank: int, world: int, port: int, folder: Path, runs: list[tuple[str, int, list[str], bool]]) -> None:
-    """Train several runs, one after the other: starting processes takes longest."""
-    environment(rank, world, port)
-    if world > 1:
-        dist.init_process_group("gloo", timeout=TIMEOUT)
+def train_each(folder: Path, *runs: tuple[str, int, list[str]]) -> None:
+    """Train several runs, one after the other: name, sequences per step, settings."""
     with wide_preset():
-        for out, batch, more, resume in runs:
-            train(settings(folder, out, batch, *more), resume=resume)
-    if world > 1:
-        dist.destroy_process_group()
-
-
-def in_ranks(world: int, folder: Path, *runs: tuple[str, int, list[str], bool]) -> None:
-    wait(start(_ranks, (world, free_port(), folder, list(runs)), world), 1200)
+        for out, batch, more in runs:
+            train(settings(folder, out, batch, *more))
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +134,7 @@ UNITS = {"bf16-sr": 2.0**-8}
 
 def alone(folder: Path, out: str, batch: int, *more: str, perturbed: int = 0, unit: float = 2.0**-23) -> list[float]:
     """Train in this process, unless that was done; return the losses. `perturbed` is the seed of a perturbation, or 0."""
-    original, threads = trainers._model, torch.get_num_threads()
+    original = trainers._model
 
     def perturb(*arguments: Any) -> Any:
         model, generator = original(*arguments), torch.Generator().manual_seed(perturbed)
@@ -155,10 +144,8 @@ def alone(folder: Path, out: str, batch: int, *more: str, perturbed: int = 0, un
         return model
 
     if not (folder / out / "metrics.jsonl").exists():
-        torch.set_num_threads(1)
         with wide_preset(), mock.patch.object(trainers, "_model", perturb if perturbed else original):
             train(settings(folder, out, batch, *more))
-        torch.set_num_threads(threads)
     return losses(folder / out)
 
 
@@ -187,7 +174,7 @@ def check_like_one(folder: Path, layout: str, method: str, steps: int) -> tuple[
 
 # The layouts ----------------------------------------------------------------------------------------------------------
 
-THIN = (("FSDP2", "snip", 3), ("TP", "gaussws", 2), ("PP", "snip", 3))
+THIN = (("FSDP2", "dynamic8", 2), ("TP", "gaussws", 2), ("PP", "snip", 3))
 """Layouts, methods and steps that ordinary tests train; the others are exhaustive. SNIP changes the plan at step 2."""
 
 
@@ -195,16 +182,16 @@ THIN = (("FSDP2", "snip", 3), ("TP", "gaussws", 2), ("PP", "snip", 3))
 def thin(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All runs of two ranks; one of them with all that a run does besides its steps."""
     runs = [
-        (f"{layout} {method} {steps}", LAYOUTS[layout][1], [*METHODS[method], *LAYOUTS[layout][2], f"run.steps={steps}"], False)
+        (f"{layout} {method} {steps}", LAYOUTS[layout][1], [*METHODS[method], *LAYOUTS[layout][2], f"run.steps={steps}"])
         for layout, method, steps in THIN
     ]
     zero_bubble = [*FP8, "parallel.pp=2", "parallel.schedule=zero-bubble", "run.steps=2"]
     watched = [*METHODS["gaussws"], "parallel.tp=2", *WATCHED, "run.steps=2", "parallel.checkpointing=full"]
-    runs += [("PP zero-bubble", 2, zero_bubble, False), ("watched", 2, watched, False)]
+    runs += [("PP zero-bubble", 2, zero_bubble), ("watched", 2, watched)]
 
     def train_all(made: Path) -> None:
         write_text(made)
-        in_ranks(2, made, *runs)
+        ranks(2, train_each, made, *runs)
 
     made = made_once(tmp_path_factory, "thin", train_all)
     for out, *_ in runs:
@@ -252,44 +239,18 @@ def test_outputs_of_a_model_that_is_cut(thin: Path) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_method_in_every_layout(folder: Path, layout: str) -> None:
     world, batch, more = LAYOUTS[layout]
-    runs = [(f"{layout} {method} 20", batch, [*METHODS[method], *more, "run.steps=20"], False) for method in METHODS]
-    in_ranks(world, folder, *runs)
+    runs = [(f"{layout} {method} 20", batch, [*METHODS[method], *more, "run.steps=20"]) for method in METHODS]
+    ranks(world, train_each, folder, *runs, seconds=1200)
     for method in METHODS:
         difference, bound = check_like_one(folder, layout, method, 20)
         print(f"{layout:<16} {method:<10} {difference:.1e} of {bound:.1e}")  # the table of docs/parallel.md, by pytest -s
 
 
-# Checkpoints ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_run_resumes_in_another_layout(folder: Path) -> None:
-    """Saved by 4 ranks (FSDP2 x TP) after a step, and resumed by 1, by 3, and by a pipeline of 2: the same second step."""
-    more, three = [*FP8, "precision.states=dynamic8", "run.steps=2", "run.save_every=1"], ["data.micro_batch=3"]
-    in_ranks(4, folder, ("saved", 6, [*more, *three, "parallel.dp_shard=2", "parallel.tp=2"], False))
-    outs = {
-        "one": (1, three),
-        "two": (2, [*three, "parallel.pp=2"]),
-        "three": (3, ["data.micro_batch=2", "parallel.dp_shard=3"]),
-    }
-    for out, (world, layout) in outs.items():
-        shutil.copytree(folder / "saved", folder / out)
-        checkpoint.drop(folder / out / "checkpoints", after=1)
-        in_ranks(world, folder, (out, 6, [*more, *layout], True))
-    saved, _ = checkpoint.load(folder / "saved" / "checkpoints" / "step-00000001")
-    assert any(name.endswith("exp_avg_scale") for name in saved)
-    found = {out: losses(folder / out) for out in outs}
-    assert {each[0] for each in found.values()} == {losses(folder / "saved")[0]}
-    # Only the sums of gradients have another order after it.
-    assert found["two"] == found["one"]
-    assert found["three"] == pytest.approx(found["one"], rel=1e-6)
-
-
 # Data -----------------------------------------------------------------------------------------------------------------
 
 
-def _samples(rank: int, world: int, port: int, folder: Path) -> None:
-    environment(rank, world, port)
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+def samples(folder: Path) -> list[tuple[int, int, Any]]:
+    """Return the steps, first rows and tokens of the batches that this rank reads."""
     original, seen = Loader.batch, []
 
     def batch(self: Loader, step: int, *arguments: Any, **named: Any) -> Any:
@@ -301,13 +262,11 @@ def _samples(rank: int, world: int, port: int, folder: Path) -> None:
     with wide_preset():
         more = [*FP32, "parallel.tp=2", "run.steps=2", "run.eval_sequences=1", "run.save_every=0"]
         train(settings(folder, "samples", 4, *more, "data.micro_batch=2"))
-    (folder / f"samples-{rank}.json").write_text(json.dumps(sorted(seen)))
-    dist.destroy_process_group()
+    return sorted(seen)
 
 
 def test_ranks_of_a_tensor_parallel_group_see_the_same_samples(folder: Path) -> None:
-    wait(start(_samples, (4, free_port(), folder), 4))
-    seen = [json.loads((folder / f"samples-{rank}.json").read_text()) for rank in range(4)]
+    seen = ranks(4, samples, folder)
     assert seen[0] == seen[1] != seen[2] == seen[3]
     assert [first for step, first, _ in seen[0] + seen[2] if step == 0] == [0, 2]
 
@@ -315,9 +274,9 @@ def test_ranks_of_a_tensor_parallel_group_see_the_same_samples(folder: Path) -> 
 # Bad input ------------------------------------------------------------------------------------------------------------
 
 
-def _refused(rank: int, port: int, folder: Path) -> None:
-    environment(rank, 2, port)
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+def refused(folder: Path) -> dict[str, tuple[int, str]]:
+    """Return the exit codes and what this rank says, by mistake."""
+    rank = dist.get_rank()
     cases = {
         "ranks": ["parallel.dp_shard=2", "parallel.tp=2"],
         "heads": ["model.preset=three-heads", "parallel.tp=2"],
@@ -344,14 +303,12 @@ def _refused(rank: int, port: int, folder: Path) -> None:
         ]
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()), wide_preset():
             code = cli.main([*words, "data.sequence=16", "data.batch=4", *more])
-        found[name] = [code, said.getvalue()]
-    (folder / f"refused-{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+        found[name] = code, said.getvalue()
+    return found
 
 
 def test_mistakes_are_one_sentence_of_one_rank(folder: Path) -> None:
-    wait(start(_refused, (free_port(), folder), 2))
-    first, second = (json.loads((folder / f"refused-{rank}.json").read_text()) for rank in (0, 1))
+    first, second = ranks(2, refused, folder)
     said = {
         "ranks": "parallel.dp_shard=2 x parallel.tp=2 needs a multiple of 4 ranks, and there are 2",
         "heads": "3 attention heads cannot be divided by tp=2",

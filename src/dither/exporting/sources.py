@@ -17,6 +17,7 @@ from dither.checkpoint.state import plan_of
 from dither.console import Stage, silent
 from dither.data import Corpus, Tokenizer, load_tokenizer
 from dither.errors import UserError
+from dither.evaluate.deploy import Evaluate, plan_from_bitwidths
 from dither.evaluate.held_out import perplexity
 from dither.exporting.folder import SLACK
 from dither.exporting.record import load
@@ -25,7 +26,6 @@ from dither.models import CausalLM, HuggingFace, hf, load_pretrained
 from dither.models.folder_files import CONFIG as MODEL_CONFIG
 from dither.models.folder_files import read_json
 from dither.nn.convert import convert
-from dither.nn.deployment import Evaluate, plan_from_bitwidths
 from dither.spec import Plan
 from dither.train.config import Config, RunSettings
 from dither.train.evaluation import _config_of, _other, checkpoint_of

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dither.nn import experts
 from dither.nn.experts import ExpertLinear, ExpertsLinear
@@ -143,6 +143,16 @@ def converted_layers(model: nn.Module) -> dict[str, Layer]:
         elif isinstance(module, Linear) and not isinstance(module, ExpertLinear):
             layers[name] = module
     return layers
+
+
+def weight_of(site: Site) -> tuple[str, Tensor, int]:
+    """Return the name of a layer's parameter, its weight, and the contraction axis."""
+    if site.parameter:  # experts, [experts, out, in] or [experts, in, out]
+        axis = 1 if getattr(site.module, "is_transposed", False) else -1
+        return site.name, getattr(site.module, site.parameter).detach(), axis
+    transposed = getattr(site.module, "transposed", not isinstance(site.module, nn.Linear))
+    weight: Tensor = site.module.weight.detach()  # type: ignore[operator]
+    return f"{site.name}.weight", weight, 0 if transposed else -1
 
 
 def output_layers(model: nn.Module, sites: list[Site]) -> list[str]:

@@ -16,9 +16,8 @@ from dither.console import Stage, silent
 from dither.errors import UserError
 from dither.models import hf, load_pretrained, preset
 from dither.models.presets import skeleton
-from dither.nn.convert import _reasons
-from dither.nn.deployment import _weight
-from dither.nn.sites import find_sites
+from dither.nn.convert import reasons_left_alone
+from dither.nn.sites import find_sites, weight_of
 from dither.numerics.counts import COUNTS, SAMPLE, cast_counts, update_counts
 from dither.numerics.monitor import weight_and_update
 from dither.numerics.report import WeightUpdate, finite
@@ -135,10 +134,10 @@ def _of_huggingface(path: Path) -> Iterator[_Weight]:
     except UserError:
         model = hf(str(path))  # transformers has more architectures
     sites = find_sites(model)
-    left = _reasons(model, Plan(default=LayerPrecision()), sites, (), ())
+    left = reasons_left_alone(model, Plan(default=LayerPrecision()), sites, (), ())
     for site in sites:
         if site.name not in left:
-            _, weight, axis = _weight(site)
+            _, weight, axis = weight_of(site)
             yield _Weight(site.name, weight.detach(), axis % weight.dim())
 
 

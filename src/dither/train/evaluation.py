@@ -18,12 +18,12 @@ from dither.checkpoint.format import PLAIN
 from dither.console import Stage, silent
 from dither.data import Corpus, Tokenizer, is_prepared, load_tokenizer, open_tokens, prepare
 from dither.errors import UserError
+from dither.evaluate.deploy import Deployment, deploy, plan_from_bitwidths, weight_cast
 from dither.evaluate.estimates import Estimate, paired
-from dither.evaluate.held_out import Perplexity, TaskScore, perplexity
+from dither.evaluate.held_out import Perplexity, TaskScore, evaluating, perplexity, replaced
 from dither.models import CausalLM, HuggingFace, hf, load_pretrained
 from dither.models.folder_files import is_in_few_bits, load_dequantized
 from dither.nn.convert import convert
-from dither.nn.deployment import Deployment, deploy, evaluating, plan_from_bitwidths, replaced, weight_cast
 from dither.spec import Cast, LayerPrecision, Plan
 from dither.spec.recipes import recipe
 from dither.train import weights

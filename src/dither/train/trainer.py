@@ -21,7 +21,7 @@ from dither.models import CausalLM, build, compile_blocks, flops_per_token, hf, 
 from dither.models.causal import PlainLM
 from dither.models.presets import blank, draw_parts
 from dither.nn import Conversion, Linear, bitwidth_loss, convert, effective_precision, param_groups, step_context
-from dither.nn.deployment import block_bitwidths
+from dither.nn.bitwidths import block_bitwidths
 from dither.numerics import Monitor, Report
 from dither.ops.ranks import gather
 from dither.optim import Training, roles, training
