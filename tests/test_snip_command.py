@@ -287,7 +287,7 @@ def test_frontier(run, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "'nowhere' is neither the folder of a run"),
+        (["nowhere"], "'nowhere' is neither a run"),
         (["RUN", "--target", "1.5"], "snip.target is a number of at least 0 and at most 1, not 1.5"),
         (["RUN", "--options", "fp8,fp5"], "There is no level 'fp5'"),
         (

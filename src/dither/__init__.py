@@ -53,6 +53,15 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+__all__ = [
+    "AmaxHistory", "BitwidthLoss", "Cast", "Conversion", "DitherError", "Format", "LayerPrecision", "Linear", "MemoryOptions",
+    "Monitor", "PerformanceWarning", "Plan", "PlanSchedule", "Quantized", "Sampling", "Stream", "UserError", "WeightDecay",
+    "amax", "auto_plan", "bitwidth_loss", "capture_passes", "choose_targets", "compile", "convert", "deploy",
+    "effective_precision", "export", "fake_quantize", "output_loss", "parallelize", "plan_from_bitwidths", "quantize",
+    "quantize_both", "recipe", "round_to", "safe_bitwidth", "sample", "sampling_parameters", "step_context",
+]  # fmt: skip
+"""What users call. Everything else is reached by its module, such as `dither.nn.param_groups`."""
+
 _MODULES = {
     "spec.bitwidths": ("safe_bitwidth",),
     "exporting": ("export",),
@@ -85,7 +94,7 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 _PACKAGES = (
     *("checkpoint", "data", "evaluate", "exporting", "models", "nn", "numerics", "ops", "optim", "parallel", "report", "snip"),
-    *("spec", "theory", "tools", "train"),
+    *("spec", "tools", "train"),
 )
 """Modules that can be used as attributes without an import of their own, such as dither.nn."""
 

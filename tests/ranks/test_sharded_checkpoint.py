@@ -29,9 +29,9 @@ from dither.checkpoint import write as writing
 from dither.checkpoint.format import SavedPiece, SavedTensor, manifest_bytes
 from dither.checkpoint.layout import local_part
 from dither.files import Refused
-from dither.models import build, load_pretrained, preset
+from dither.models import build, open_model, preset
+from dither.models.open import load_weights
 from dither.train.config import Config, dumps, override
-from dither.train.weights import load_weights
 
 SHAPES = {
     "matrix": (13, 24),
@@ -577,7 +577,7 @@ def test_models_are_read_from_sharded_checkpoints(tmp_path):
     made = dither.optim.AdamW(model.named_parameters(), lr=1e-3)
     tensors, plain = pack(model, made, step=4, others={"config": config}, group=world())
     path = save_together(tmp_path / "checkpoints", 4, tensors, plain)
-    loaded = load_pretrained(path)
+    loaded = open_model(path).model
     assert all(torch.equal(x, loaded.state_dict()[name]) for name, x in model.state_dict().items())
     other = build(preset("tiny", vocab_size=64), seed=5)
     load_weights(other, path)

@@ -2,16 +2,15 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from dither import checkpoint
 from dither.console import ProgressBars, counter
 from dither.data import Batch
 from dither.errors import UserError
+from dither.models.open import find_model
 from dither.nn import Linear
 from dither.snip.divergence import Scores
 from dither.snip.dry_run import TrainingSetup
@@ -23,7 +22,7 @@ from dither.snip.settings import Estimator
 from dither.spec import Plan
 from dither.spec.random import Stream
 from dither.train import config
-from dither.train.files import CHECKPOINTS, CONFIG
+from dither.train.files import CONFIG
 from dither.train.ranks import joined
 from dither.train.trainer import Trainer, open_corpus
 
@@ -98,8 +97,8 @@ def estimate_run(
 @contextmanager
 def _restored(path: str, device: str | None, emulate: bool, fallback: str | None, bars: ProgressBars) -> Iterator[Trainer]:
     """Restore the newest whole checkpoint of a run, or the checkpoint at the path."""
-    given = Path(path)
-    folder = next((each for each in (given, given.parent.parent) if (each / CONFIG).is_file()), None)
+    found = find_model(path)
+    folder = found.run
     if folder is None:
         kinds = f"neither the folder of a run, with a {CONFIG}, nor a checkpoint of one"
         raise UserError(f"{path!r} is {kinds}: name what `dither train` wrote.")
@@ -112,9 +111,6 @@ def _restored(path: str, device: str | None, emulate: bool, fallback: str | None
         if ranks.world > 1:
             raise UserError("dither plan runs in one process: start it without torchrun.")
         with bars.stage(f"Reading {path}"):
-            point = given if folder != given else checkpoint.newest(folder / CHECKPOINTS)[0]
-            if point is None:
-                raise UserError(f"The run {path!r} has no whole checkpoint yet: train it for a while first.")
             trainer = Trainer(run, open_corpus(run, folder, ranks), ranks, initial=False)
-            trainer.restore(point)
+            trainer.restore(found.path)
         yield trainer
