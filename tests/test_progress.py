@@ -141,6 +141,7 @@ def test_commands_that_train_measure_or_load_models_are_long():
     assert set(cli.COMMANDS) - set(LONG) == short
 
 
+@pytest.mark.sampled(only=["train", "eval", "plan"])
 @pytest.mark.parametrize("name", LONG)
 def test_the_first_line_comes_before_torch(name, no_torch):
     command = [sys.executable, "-m", "dither.cli", *name.split(), "nothing"]
