@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from dither.errors import UserError, renamed
+from dither.errors import UserError
 from dither.files import Refused, read_text
 from dither.models import PRESETS
 from dither.snip.settings import SnipSettings
@@ -506,10 +506,3 @@ def describe() -> list[Field]:
                 default = None if each.default is MISSING else each.default
                 found.append(Field(f"{path}.{each.name}", type_name(hints(cls)[each.name]), default, of_class[each.name]))
     return found
-
-
-_RENAMED = {"Run": "RunSettings"}
-
-
-def __getattr__(name: str) -> object:
-    return globals()[renamed(__name__, _RENAMED, name)]
