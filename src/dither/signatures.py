@@ -2,10 +2,8 @@
 
 import ast
 import difflib
-import importlib
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from functools import cache
 from importlib.resources import files
 
@@ -39,8 +37,10 @@ def options_of(module: str, function: str) -> tuple[str, ...]:
     for argument in (*command.args.args, *command.args.kwonlyargs):
         annotation = argument.annotation
         if flat := re.fullmatch(r"tyro\.conf\.OmitArgPrefixes\[(\w+)\]", ast.unparse(annotation) if annotation else ""):
-            kind = getattr(importlib.import_module(f"dither.commands.{module}"), flat[1])
-            found += [f"--{each.name.replace('_', '-')}" for each in fields(kind)]
+            lines = [line for path in (f"commands/{module}.py", "snip/settings.py") for line in _tree(path).body]
+            (kind,) = (line for line in lines if isinstance(line, ast.ClassDef) and line.name == flat[1])
+            names = [ast.unparse(each.target) for each in kind.body if isinstance(each, ast.AnnAssign)]
+            found += [f"--{name.replace('_', '-')}" for name in names]
             continue
         parts = list(ast.walk(names.get(ast.unparse(annotation), annotation))) if annotation is not None else []
         given = {
