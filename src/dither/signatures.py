@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.resources import files
 
-CONFIG = ("train/config.py", "train/precision_settings.py")
+CONFIG = ("train/config.py", "models/settings.py")
 """Files that define `Config` and most of its sections."""
 
 SECTIONS = ("run", "optim", "data", "precision", "model")

@@ -18,6 +18,7 @@ from dither.models.open import find_model
 from dither.models.presets import skeleton
 from dither.nn import Linear
 from dither.nn.sites import Fallback
+from dither.settings import override
 from dither.snip.divergence import Scores
 from dither.snip.dry_run import Forward
 from dither.snip.effort import passes_of
@@ -307,11 +308,9 @@ def _opened(path: str, device: str | None, emulate: bool, fallback: Fallback | N
     if folder is None:
         kinds = f"neither the folder of a run, with a {CONFIG}, nor a checkpoint of one"
         raise UserError(f"{path!r} is {kinds}: name what `dither train` wrote.")
-    changes = [f"run.out={config.toml(str(folder))}", "run.compile=false"]
-    changes += [] if device is None else [f"run.device={config.toml(device)}"]
-    changes += ["precision.emulate=true"] if emulate else []
-    changes += [] if fallback is None else [f"precision.fallback={config.toml(fallback)}"]
-    run = config.override(config.load(folder / CONFIG), changes)
+    changes = {"run.device": device, "precision.emulate": emulate or None, "precision.fallback": fallback}
+    changes = {path: value for path, value in changes.items() if value is not None}
+    run = override(config.load(folder / CONFIG), values={"run.out": str(folder), "run.compile": False, **changes})
     with joined(run.run.device) as ranks:
         if ranks.world > 1:
             raise UserError("dither plan runs in one process: start it without torchrun.")
