@@ -1,45 +1,38 @@
 """`dither plan`: choose a plan for a run, and show and compare plans."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
-from torch import Tensor, nn
 
 from dither.console import ProgressBars, counter, print_table
-from dither.data import Batch
 from dither.errors import UserError
-from dither.models import PRESETS, hf, preset
-from dither.models.open import find_model
-from dither.models.presets import skeleton
-from dither.nn import Linear
-from dither.nn.convert import Fallback
+from dither.models import PRESETS
 from dither.settings import override
-from dither.snip.divergence import Scores
-from dither.snip.dry_run import Forward
-from dither.snip.effort import passes_of
-from dither.snip.fp8_auto import RECIPES, auto_plan
 from dither.snip.options import Option
 from dither.snip.options import options as combinations
-from dither.snip.planning import bits_of, choose, picture, stage_sizes
-from dither.snip.planning import build_plan as plan_of
-from dither.snip.probes import score
-from dither.snip.savings import efficiency, measure_times
 from dither.snip.settings import Estimator, Goal
-from dither.snip.solver import frontier as frontier_of
 from dither.spec import Plan, did_you_mean
-from dither.spec.random import Stream
 from dither.train import config
 from dither.train.files import CONFIG
-from dither.train.ranks import joined
-from dither.train.trainer import Trainer, open_corpus
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from dither.data import Batch
+    from dither.snip.divergence import Scores
+    from dither.snip.dry_run import Forward
+    from dither.train.trainer import Trainer
 
 Probe = Literal["auto", "measure", "joint", "last", "direct"]
 RunPath = Annotated[str, tyro.conf.arg(metavar="RUN_OR_CHECKPOINT")]
+Fallback = Literal["error", "bf16", "emulate"]
 Output = Annotated[str | None, tyro.conf.arg(aliases=["-o"], metavar="FILE")]
 
 
@@ -95,6 +88,10 @@ def plan(
         scores: A file for the estimates, as JSON.
         output: A file for the plan.
     """
+    from dither.snip.planning import build_plan as plan_of
+    from dither.snip.planning import choose, picture
+    from dither.snip.savings import measure_times
+
     estimator = Estimator(
         options=options, probe=probe, rows=rows, power=power, loss_weight=loss_weight, update_weight=update_weight
     )
@@ -125,6 +122,8 @@ def show(path: Annotated[str, tyro.conf.arg(metavar="PLAN")], /) -> int:
     Args:
         path: The file of a plan.
     """
+    from dither.snip.planning import picture
+
     print(picture(Plan.load(path)))
     return 0
 
@@ -138,6 +137,8 @@ def diff(first: Annotated[str, tyro.conf.arg(metavar="PLAN")], second: Annotated
         first: The file of a plan.
         second: The file of another plan.
     """
+    from dither.snip.planning import bits_of
+
     one, other = Plan.load(first), Plan.load(second)
     rows = []
     for place, texts in one.diff(other).items():
@@ -190,6 +191,10 @@ def frontier(
         emulate: Multiply dequantized numbers in float32 on a GPU too, in place of the setting of the run.
         fallback: For a layer whose casts no matrix units support: error, bf16 or emulate, in place of the setting of the run.
     """
+    from dither.snip.planning import stage_sizes
+    from dither.snip.savings import efficiency
+    from dither.snip.solver import frontier as frontier_of
+
     estimator = Estimator(
         options=options, probe=probe, rows=rows, power=power, loss_weight=loss_weight, update_weight=update_weight
     )
@@ -211,7 +216,7 @@ def auto(
     model: Annotated[str, tyro.conf.arg(metavar="MODEL")],
     /,
     tokens: int = 8192,
-    recipes: str = ",".join(RECIPES),
+    recipes: str = "fp8-block,fp8-current",
     times: str | None = None,
     device: str = "auto",
     output: Output = None,
@@ -229,6 +234,11 @@ def auto(
         device: The device: auto (cuda if available), cpu, cuda, or cuda:N.
         output: A file for the plan.
     """
+    from dither.models import hf, preset
+    from dither.models.presets import skeleton
+    from dither.snip.fp8_auto import auto_plan
+    from dither.train.ranks import joined
+
     if model in PRESETS:
         built: nn.Module = skeleton(preset(model))
     elif Path(model).exists():
@@ -265,6 +275,8 @@ class _Opened:
     @property
     def layers(self) -> int:
         """The number of layers with a precision of their own."""
+        from dither.nn import Linear
+
         return sum(isinstance(module, Linear) for module in self.job.model.modules())
 
     @contextmanager
@@ -292,6 +304,10 @@ class _Opened:
 
     def score(self, options: Sequence[Option], estimator: Estimator, batches: int, seed: int) -> Scores:
         """Return the estimates at the step of the run."""
+        from dither.snip.effort import passes_of
+        from dither.snip.probes import score
+        from dither.spec.random import Stream
+
         stream, optimizer = Stream(seed, "snip", str(self.job.done)), self.job.training.optimizer
         parts = self.parts(batches)
         probe: Any = "measure" if estimator.probe == "auto" else estimator.probe
@@ -303,6 +319,10 @@ class _Opened:
 @contextmanager
 def _opened(path: str, device: str | None, emulate: bool, fallback: Fallback | None, bars: ProgressBars) -> Iterator[_Opened]:
     """Restore the newest whole checkpoint of a run, or the checkpoint at the path."""
+    from dither.models.open import find_model
+    from dither.train.ranks import joined
+    from dither.train.trainer import Trainer, open_corpus
+
     found = find_model(path)
     folder = found.run
     if folder is None:

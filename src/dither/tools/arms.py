@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dither.errors import UserError
-from dither.optim import MODES
 from dither.report.run_folder import number
 from dither.settings import toml, value_at
 from dither.spec import PARTS, Sampling, did_you_mean
+from dither.spec.modes import MODES
 from dither.spec.recipes import ALIASES, MEASURED, RECIPES, recipe_name
 from dither.train import config as configs
 from dither.train.config import SAMPLING_KEY, Config, Precision
