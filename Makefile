@@ -7,6 +7,9 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() or 1))')
 PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check --no-compile
 PACKAGE := $(VENV)/.package
 
+# Without bytecode on disk, each process would compile torch and pytest's rewritten asserts again: 15 seconds and more.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-integrations test-kernels test-exhaustive e2e check docs soak fuzz gpu-test gpu-e2e
 
@@ -30,8 +33,7 @@ demo: $(PACKAGE)
 
 # One process per core, each with one thread, or they would fight over the cores. The goal is eight minutes on two idle cores;
 # cases marked `exhaustive` are left to test-exhaustive.
-# PYTHONDONTWRITEBYTECODE is emptied: without bytecode on disk, each process would spend 15 seconds on pytest's rewritten asserts.
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
 test: $(PACKAGE)-test
 	$(PYTEST) --durations=15 --ignore=tests/integrations --ignore=tests/kernels

@@ -44,7 +44,7 @@ import torch
 
 import dither
 from dither import LayerPrecision, Plan, step_context
-from dither.evaluate.deploy import deploy
+from dither.evaluate.deployment import deploy
 from dither.evaluate.held_out import replaced
 from dither.models import Llama, LlamaConfig, compile_blocks
 from dither.nn import bitwidth_loss, param_groups, sampling_parameters

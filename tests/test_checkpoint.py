@@ -412,6 +412,7 @@ FORGED = {
     },
     "entry is a number": {T: shard({"a@0": 1})},
     "entry without shape": {T: shard({"a@0": {"dtype": "F32", "data_offsets": [0, 8]}}, bytes(8))},
+    "entry with more": {T: shard({"a@0": entry(code="import os")}, bytes(8))},
     "unknown type": {T: shard({"a@0": entry("F128")}, bytes(8))},
     "type is a list": {T: shard({"a@0": entry(["F32"])}, bytes(8))},
     "type is wider": {T: shard({"a@0": entry("F64")}, bytes(8))},

@@ -8,7 +8,7 @@ from torch import nn
 
 import dither
 from dither import Cast, LayerPrecision, Plan, UserError
-from dither.evaluate.deploy import deploy, deploy_blocks, plan_from_bitwidths, weight_cast
+from dither.evaluate.deployment import deploy, deploy_blocks, plan_from_bitwidths, weight_cast
 from dither.evaluate.held_out import replaced
 from dither.nn.bitwidths import bitwidth_range, effective_precision
 from dither.spec import Sampling

@@ -7,7 +7,7 @@ import torch
 from lazily import Lazy
 
 from dither import Cast, UserError, fake_quantize
-from dither.evaluate.deploy import deploy
+from dither.evaluate.deployment import deploy
 from dither.nn import Conversion, convert, step_context
 from dither.spec import LayerPrecision, Plan
 

@@ -2,6 +2,8 @@
 
 import ast
 import functools
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import dither
 ROOT = Path(dither.__file__).parent
 
 COLUMN = (
-    *("errors", "lazy", "files", "run_lock", "versions", "console", "signatures"),
+    *("errors", "lazy", "files", "run_lock", "versions", "console"),
     *("spec", "settings", "ops", "nn", "optim", "snip", "numerics", "data", "checkpoint", "models", "parallel"),
     *("evaluate", "train", "report", "exporting", "tools", "integrations", "commands", "cli", "__main__", "dither"),
 )
@@ -193,3 +195,17 @@ def test_hidden_imports_are_found():
 )
 def test_the_check_sees_what_it_should(source, module, package, wrong):
     assert wrong_imports(source, module, package) == wrong
+
+
+def test_every_public_name_exists():
+    """`dither.__all__` is what users call, about 40 names; each is imported when it is first used."""
+    assert set(dither.__all__) == {*dither._HOME, "DitherError", "PerformanceWarning", "UserError"}
+    assert sorted(dither.__all__) == dither.__all__
+    assert all(hasattr(dither, name) for name in dither.__all__)
+    assert not hasattr(dither, "training_step")
+
+
+def test_the_specification_needs_no_torch():
+    loads = [f"dither.spec.{path.stem}" for path in (ROOT / "spec").glob("[a-z]*.py")]
+    code = f"import importlib, sys\nfor name in {loads!r}: importlib.import_module(name)\nsys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -118,7 +118,7 @@ KINDS = {
 
 
 # Other kinds resume in the combinations of soak/test_e2e.py, and a run in float32 is killed and resumed below.
-@pytest.mark.sampled(only=["released", "fp16", "bf16-sr"])
+@pytest.mark.sampled(only=["released", "fp16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_resumed_is_straight(kind: str, text: Path, tmp_path: Path) -> None:
     """From a checkpoint half way, in a run that also evaluates and samples, which the straight one does not."""

@@ -202,6 +202,7 @@ def test_both_layouts(cast: Cast, dtype: torch.dtype, device: str) -> None:
         assert pairs.check_quantize(x, cast, 1, container="e4m3") == 0
 
 
+@pytest.mark.sampled(cover=1)
 @pytest.mark.parametrize(
     ("groups", "dtype"),
     [

@@ -868,6 +868,7 @@ def test_what_is_no_sampling_is_an_error(call, said: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
 def test_blocks_of_a_llama_compiled_one_by_one() -> None:
     """Whole training steps of compiled blocks are those of eager ones, with one graph for all blocks."""

@@ -53,6 +53,15 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+__all__ = [
+    "AmaxHistory", "BitwidthLoss", "Cast", "Conversion", "DitherError", "Format", "LayerPrecision", "Linear", "MemoryOptions",
+    "Monitor", "PerformanceWarning", "Plan", "PlanSchedule", "Quantized", "Sampling", "Stream", "UserError", "WeightDecay",
+    "amax", "auto_plan", "bitwidth_loss", "capture_passes", "choose_targets", "compile", "convert", "deploy",
+    "effective_precision", "export", "fake_quantize", "output_loss", "parallelize", "plan_from_bitwidths", "quantize",
+    "quantize_both", "recipe", "round_to", "safe_bitwidth", "sample", "sampling_parameters", "step_context",
+]  # fmt: skip
+"""What users call. Everything else is reached by its module, such as `dither.nn.param_groups`."""
+
 _MODULES = {
     "spec.bitwidths": ("safe_bitwidth",),
     "exporting": ("export",),

@@ -116,7 +116,7 @@ def _run(words: list[str]) -> int:
             _import_torch(name, sys.stderr, command.long)
         return call()
     if asked:
-        return 0
+        sys.exit(0)
     subcommands = [key.removeprefix(f"{name} ") for key in _below(name)] if name else []
     wrong = rest[:1] if name else words[:1]
     if not wrong:

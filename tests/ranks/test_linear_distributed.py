@@ -101,7 +101,7 @@ def test_casts() -> None:
 @on_ranks(2)
 def test_memory_options() -> None:
     """Operands that backward makes have the bits of those that forward makes, in shards and under FSDP2 too."""
-    for name, precision in {"random": RANDOM, "mixed": MIXED, "by product": BY_PRODUCT}.items():
+    for name, precision in {"random": RANDOM, "by product": BY_PRODUCT}.items():
         plan = Plan(default=precision)
         expected = run(block(plan, True))
         for options in (MemoryOptions("input", "one"), MemoryOptions("codes", "none")):

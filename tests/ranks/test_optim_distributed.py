@@ -133,7 +133,7 @@ def test_all_cuts() -> None:
 def test_meshes() -> None:
     """Two dimensions of processes: rows and columns cut, one cut and copied over the other, and rows cut by both (FSDP, TP)."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    for label in ("bf16 stochastic", "dynamic8", "Adam-mini"):
+    for label in ("bf16 stochastic", "Adam-mini"):
         kind = KINDS[label]
         whole = run(kind, lambda _, x: x.clone(), max_norm=1.0)
         for pair in ([Shard(0), Shard(1)], [Replicate(), Shard(0)], [Shard(1), Replicate()], [Shard(0), Shard(0)]):

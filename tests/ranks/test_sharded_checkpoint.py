@@ -242,7 +242,7 @@ WAYS = [(4, "fsdp x tp", 2, "tp"), (4, "fsdp x tp", 3, "fsdp"), (3, "fsdp", 4, "
     ("way", "optimizer"),
     [
         *(
-            only((way, optimizer), kept=(optimizer == "dynamic8" and number < 2) or (optimizer == "adam-mini" and number == 1))
+            only((way, optimizer), kept=(optimizer, number) in (("dynamic8", 0), ("adam-mini", 1)))
             for number, way in enumerate(WAYS)
             for optimizer in OPTIMIZERS
         ),

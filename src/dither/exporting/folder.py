@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dither.console import Stage, silent
 from dither.errors import UserError
-from dither.evaluate.deploy import Evaluate, plan_from_bitwidths
+from dither.evaluate.deployment import Evaluate, plan_from_bitwidths
 from dither.evaluate.held_out import evaluating
 from dither.exporting.formats import AUTO, DENSE, FORMATS, check_format, format_of
 from dither.exporting.gguf import GGUF, read_gguf, write_new_file

@@ -12,7 +12,7 @@ from torch import nn
 from dither.data import Tokenizer
 from dither.data.chat import SIMPLE
 from dither.errors import UserError
-from dither.evaluate.deploy import deploy
+from dither.evaluate.deployment import deploy
 from dither.exporting.sources import Source
 from dither.models.causal import CausalLM
 from dither.models.generation import generate

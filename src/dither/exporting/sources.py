@@ -16,7 +16,7 @@ from dither.checkpoint.state import plan_of
 from dither.console import Stage, silent
 from dither.data import Corpus, Tokenizer, load_tokenizer
 from dither.errors import UserError
-from dither.evaluate.deploy import Evaluate, plan_from_bitwidths
+from dither.evaluate.deployment import Evaluate, plan_from_bitwidths
 from dither.evaluate.held_out import perplexity
 from dither.exporting.folder import SLACK
 from dither.exporting.tokenizer_files import AnyTokenizer

@@ -29,11 +29,18 @@ from dither.nn.experts import ExpertsLinear
 from dither.nn.layers import adopt_gated, check_gated
 from dither.nn.linear import Choice
 from dither.nn.norms import cast_parameters, wide_parameters
-from dither.nn.sites import FALLBACKS, Layer, _all, _loaded, _special, linear_of
-from dither.nn.sites import Fallback as Fallback
-from dither.nn.sites import Site as Site
-from dither.nn.sites import converted_layers as converted_layers
-from dither.nn.sites import find_sites as find_sites
+from dither.nn.sites import (
+    FALLBACKS,
+    Fallback,
+    Layer,
+    Site,
+    converted_layers,
+    find_sites,
+    linear_of,
+    linears_of,
+    loaded_class,
+    special_layers,
+)
 from dither.ops import backend, ranks
 from dither.ops.storage import DTYPES
 from dither.spec import (
@@ -179,7 +186,7 @@ class Conversion:
         layers = self._between_steps()
         known |= _known_precisions(layers)
         for layer in layers.values():
-            for linear in _all(layer):
+            for linear in linears_of(layer):
                 linear.choose(linear.choice, known)
 
     def gather(self, group: dist.ProcessGroup | None) -> None:
@@ -363,7 +370,7 @@ def convert(
     for site in sites:
         if site.name in adopted:
             site.install(model, adopted[site.name])
-            for linear in _all(adopted[site.name]):
+            for linear in linears_of(adopted[site.name]):
                 linear.belong_to(model)
     if memory.swiglu == "fp8":
         adopt_gated(model)
@@ -377,7 +384,7 @@ def convert(
 
 def _uncompiled(model: nn.Module) -> nn.Module:
     """Return the model that torch.compile was given, whose layers have the names that plans use; other models unchanged."""
-    compiled = _loaded("torch._dynamo.eval_frame", "OptimizedModule")
+    compiled = loaded_class("torch._dynamo.eval_frame", "OptimizedModule")
     return model._orig_mod if compiled is not None and isinstance(model, compiled) else model
 
 
@@ -456,7 +463,7 @@ def reasons_left_alone(
             raise UserError(
                 f"The plan's rule {pattern!r} names no layer that can be converted: {named[0].name!r}: {named[0].obstacle}."
             )
-    special = {} if only or all_layers else _special(model, sites)
+    special = {} if only or all_layers else special_layers(model, sites)
     reasons = {}
     for site in sites:
         ruled = any(matches(pattern, site.name) for pattern, _ in plan.layers)
@@ -526,7 +533,7 @@ def _switch(
         choices[name] = Choice(chosen[name], running, compute, treatment, emulates)  # type: ignore[arg-type]
     known = _known_precisions(layers) | {choice.running for choice in choices.values()}
     for name, layer in layers.items():
-        for linear in _all(layer):
+        for linear in linears_of(layer):
             linear.choose(choices[name], known)
     return notes
 

@@ -50,7 +50,7 @@ class Site:
             layer = ExpertsLinear(self.module, self.parameter, LayerPrecision(), **options)
         else:
             layer = Linear.adopt(self.module, LayerPrecision(), **options)
-        for linear in _all(layer):
+        for linear in linears_of(layer):
             linear.choice = linear.choice._replace(fallback=fallback)
         return layer
 
@@ -66,7 +66,7 @@ Layer = Linear | ExpertsLinear
 """A converted layer, as plans name it."""
 
 
-def _all(layer: Layer) -> list[Linear]:
+def linears_of(layer: Layer) -> list[Linear]:
     """Return a layer itself, or all of its experts."""
     return [layer] if isinstance(layer, Linear) else list(layer.experts)  # type: ignore[arg-type]
 
@@ -79,7 +79,7 @@ def linear_of(layer: Layer) -> Linear:
 def find_sites(model: nn.Module) -> list[Site]:
     """Return every linear layer, converted or not, in the model's order."""
     sites = []
-    across = [Conv1D, *filter(None, [_loaded("transformers.pytorch_utils", "Conv1D")])]
+    across = [Conv1D, *filter(None, [loaded_class("transformers.pytorch_utils", "Conv1D")])]
     for name, module in model.named_modules():
         if isinstance(module, ExpertLinear):
             continue
@@ -107,7 +107,7 @@ def find_sites(model: nn.Module) -> list[Site]:
     return sites
 
 
-def _loaded(module: str, name: str) -> Any:
+def loaded_class(module: str, name: str) -> Any:
     """Return a class of another library, or None if it is not loaded: then no model has such a layer."""
     return getattr(sys.modules.get(module), name, None)
 
@@ -148,9 +148,13 @@ def weight_of(site: Site) -> tuple[str, Tensor, int]:
     if site.parameter:  # experts, [experts, out, in] or [experts, in, out]
         axis = 1 if getattr(site.module, "is_transposed", False) else -1
         return site.name, getattr(site.module, site.parameter).detach(), axis
-    transposed = getattr(site.module, "transposed", not isinstance(site.module, nn.Linear))
     weight: Tensor = site.module.weight.detach()  # type: ignore[operator]
-    return f"{site.name}.weight", weight, 0 if transposed else -1
+    return f"{site.name}.weight", weight, 0 if is_transposed(site.module) else -1
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Return True if a linear layer stores its weight as [in, out]."""
+    return bool(getattr(module, "transposed", not isinstance(module, nn.Linear)))
 
 
 def output_layers(model: nn.Module, sites: list[Site]) -> list[str]:
@@ -166,7 +170,7 @@ def output_layers(model: nn.Module, sites: list[Site]) -> list[str]:
     return [site.name for site in sites if not site.parameter and site.out_features in rows][-1:]
 
 
-def _special(model: nn.Module, sites: list[Site]) -> dict[str, str]:
+def special_layers(model: nn.Module, sites: list[Site]) -> dict[str, str]:
     """Return {layer: description} of the layers that are not converted by default, by the rules in `dither.nn.convert`."""
     output = set(output_layers(model, sites))
     special = {}
@@ -185,7 +189,7 @@ def _special(model: nn.Module, sites: list[Site]) -> dict[str, str]:
 
 def tuner_of(model: nn.Module, name: str) -> str:
     """Return the class name of the PEFT layer in which `name` is an adapter, or "" for other layers and adapted ones."""
-    base = _loaded("peft.tuners.tuners_utils", "BaseTunerLayer")
+    base = loaded_class("peft.tuners.tuners_utils", "BaseTunerLayer")
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1) if base is not None else ():
         above = model.get_submodule(".".join(parts[:end]))

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
@@ -24,6 +23,7 @@ from dither.nn.linear import Linear
 from dither.nn.sharded.geometry import Shard, as_matrix, reduce_cuts, shards, spread_over
 from dither.nn.sharded.tensor_parallel import local
 from dither.nn.step import StepContext, step_context
+from dither.nn.untouched import reshard, untouched
 from dither.ops.ranks import gather
 from dither.snip.statistics import Collector, Statistics, cut_by_fsdp, cut_by_tensor_parallelism, layers_of
 from dither.snip.update_rules import UpdateRule, update_rules_of
@@ -191,7 +191,7 @@ class DryRun:
         self.batches, self.forward, self.stream, self.group, self.pipeline = list(batches), forward, stream, group, pipeline
         if not self.batches:
             raise UserError("There are no batches to estimate from: give at least one.")
-        _reshard(self.model)
+        reshard(self.model)
         self.layers: dict[str, Linear] = {}
         self.weights: dict[str, Tensor] = {}
         self.rules: Mapping[str, UpdateRule] = {}
@@ -252,30 +252,19 @@ class DryRun:
     @contextmanager
     def borrowed(self) -> Iterator[None]:
         """Make every layer uncast and let it draw from the stream; restore everything on exit."""
-        kept = [(layer, layer.snapshot()) for layer in self.layers.values()]
-        inside = {id(buffer) for layer in self.layers.values() for buffer in layer.buffers()}
-        buffers = [(b, b._version, b.detach().clone()) for b in self.model.buffers() if id(b) not in inside]
-        devices = sorted({w.device.index for w in self.weights.values() if w.is_cuda})
         precision = torch.get_float32_matmul_precision()
-        try:
-            if precision != "highest":  # TF32 would add errors to those of the casts
-                torch.set_float32_matmul_precision("highest")
-            for layer in self.layers.values():
-                layer.seed = self.stream.key % (1 << 64)
-                layer.emulate = True  # matrix units do not multiply a cast by an uncast operand exactly
-                layer.set_precision(LayerPrecision())
-            with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
+        with untouched(self.model):
+            try:
+                if precision != "highest":  # TF32 would add errors to those of the casts
+                    torch.set_float32_matmul_precision("highest")
+                for layer in self.layers.values():
+                    layer.seed = self.stream.key % (1 << 64)
+                    layer.emulate = True  # matrix units do not multiply a cast by an uncast operand exactly
+                    layer.set_precision(LayerPrecision())
                 yield
-        finally:
-            if precision != "highest":
-                torch.set_float32_matmul_precision(precision)
-            _reshard(self.model)
-            for layer, state in kept:
-                layer.restore(state)
-            for buffer, version, saved in buffers:
-                if buffer._version != version:
-                    with torch.no_grad():
-                        buffer.copy_(saved)
+            finally:
+                if precision != "highest":
+                    torch.set_float32_matmul_precision(precision)
 
     @contextmanager
     def cast(self, name: str, precision: LayerPrecision) -> Iterator[None]:
@@ -491,10 +480,3 @@ def _part(g: Tensor | None, p: Tensor) -> Tensor:
 def whole(x: Tensor) -> Tensor:
     """Return a tensor, gathered if it is sharded."""
     return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-def _reshard(model: nn.Module) -> None:
-    """Free the whole weights that FSDP2 has gathered: after a forward pass without backward it keeps the outermost ones."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()

@@ -16,7 +16,7 @@ from torch import nn
 from dither.console import Stage, silent
 from dither.data import Corpus, Tokenizer, is_prepared, load_tokenizer, open_tokens, prepare
 from dither.errors import UserError
-from dither.evaluate.deploy import Deployment, deploy, plan_from_bitwidths, weight_cast
+from dither.evaluate.deployment import Deployment, deploy, plan_from_bitwidths, weight_cast
 from dither.evaluate.estimates import Estimate, paired
 from dither.evaluate.held_out import Perplexity, TaskScore, evaluating, perplexity, replaced
 from dither.models import CausalLM
