@@ -3,9 +3,12 @@
 PYTHON ?= python3
 VENV := .venv
 JOBS ?= 1
-WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, (os.cpu_count() or 1) + 1))')
-PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() or 1))')
+PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check --no-compile
 PACKAGE := $(VENV)/.package
+
+# Without bytecode on disk, each process would compile torch and pytest's rewritten asserts again: 15 seconds and more.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-integrations test-kernels test-exhaustive e2e check docs soak fuzz gpu-test gpu-e2e
@@ -28,10 +31,9 @@ help:
 demo: $(PACKAGE)
 	out=runs/demo-$$(date +%Y%m%d-%H%M%S) && $(VENV)/bin/dither train --out $$out && $(VENV)/bin/dither report $$out
 
-# One process per core and one more, since tests also wait for processes of their own; each with one thread, or they would fight
-# over the cores. The goal is eight minutes on two idle cores; cases marked `exhaustive` are left to test-exhaustive.
-# PYTHONDONTWRITEBYTECODE is emptied: without bytecode on disk, each process would spend 15 seconds on pytest's rewritten asserts.
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
+# One process per core, each with one thread, or they would fight over the cores. The goal is eight minutes on two idle cores;
+# cases marked `exhaustive` are left to test-exhaustive.
+PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
 test: $(PACKAGE)-test
 	$(PYTEST) --durations=15 --ignore=tests/integrations --ignore=tests/kernels
@@ -72,6 +74,7 @@ gpu-e2e:
 
 # torch comes first and by its exact version, the one that is tested; the second line then keeps it. A stamp is written last,
 # so that an interrupted installation starts again. `make demo` needs the package alone; $(PACKAGE)-EXTRA adds an extra to it.
+# Python compiles what is imported, when it is imported: to compile all of torch would take half a minute.
 $(PACKAGE): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0

@@ -44,11 +44,13 @@ import torch
 
 import dither
 from dither import LayerPrecision, Plan, step_context
+from dither.evaluate.deployment import deploy
+from dither.evaluate.held_out import replaced
 from dither.models import Llama, LlamaConfig, compile_blocks
 from dither.nn import bitwidth_loss, param_groups, sampling_parameters
-from dither.nn.deployment import deploy, effective_precision, replaced
-from dither.nn.targets import choose_targets
+from dither.nn.bitwidths import effective_precision
 from dither.spec import BitwidthLoss, Sampling, WeightDecay
+from dither.tools.targets import choose_targets
 
 END = "<|endoftext|>"
 """The line between two documents of a text, and the token after each."""

@@ -1,4 +1,4 @@
-"""Compare the bounds of `dither.theory` with simulations of Adam, and show which of the paper's statements hold.
+"""Compare the bounds of `theory.py` with simulations of Adam, and show which of the paper's statements hold.
 
     python examples/bounds.py                          # tables, in about 15 seconds
     python examples/bounds.py --plot bounds.svg        # and the figure of docs/stochastic-rounding.md
@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from theory import Adam, modified_loss, modified_loss_limit, perturbation_variance, step_error_bound
 from torch import Tensor
 
 import dither
-from dither.theory import Adam, modified_loss, modified_loss_limit, perturbation_variance, step_error_bound
 
 DELTA = 2.0**-7
 """The spacing of weights."""

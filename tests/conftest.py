@@ -71,6 +71,7 @@ def device() -> str:
 @pytest.fixture(scope="session")
 def report_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A real run with SNIP, GaussWS and the monitor, trained once for all tests of reports."""
+    from made_once import made_once
     from report_runs import trained
 
-    return trained(tmp_path_factory.mktemp("report"))
+    return made_once(tmp_path_factory, "report", trained) / "run"

@@ -25,6 +25,7 @@ from dither.commands.train import resolve, summary
 from dither.console import print_table
 from dither.data.splits import split_text
 from dither.models import build, save_pretrained
+from dither.models.open import load_weights
 from dither.ops.ranks import first_error, gather
 from dither.signatures import config_fields, options_of, unknown_options
 from dither.spec.formats import TABLE
@@ -33,7 +34,6 @@ from dither.tools import doctor as torch_products
 from dither.train import Config, config
 from dither.train.loop import Outcome
 from dither.train.resume import resolved
-from dither.train.weights import load_weights
 from dither.versions import has_triton
 
 ROOT = Path(__file__).parent.parent

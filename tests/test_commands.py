@@ -159,7 +159,7 @@ def test_a_folder_of_hugging_face(text, tmp_path, capsys):
 
 def test_a_broken_checkpoint_is_passed_over_and_said(run, tmp_path, capsys):
     shutil.copytree(run.folder, tmp_path / "run")
-    file = next((tmp_path / "run" / "checkpoints" / "step-00000004").glob("tensors-*"))
+    file = next((tmp_path / "run" / "checkpoints" / "step-00000004").glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1])
     assert cli.main(["eval", str(tmp_path / "run"), "--json", "--device", "cpu"]) == 0
     found = capsys.readouterr()

@@ -8,18 +8,12 @@ from torch import nn
 
 import dither
 from dither import Cast, LayerPrecision, Plan, UserError
-from dither.nn.deployment import (
-    bitwidth_range,
-    deploy,
-    deploy_blocks,
-    effective_precision,
-    plan_from_bitwidths,
-    replaced,
-    weight_cast,
-)
-from dither.nn.targets import _noise, choose_targets, measure_rise
+from dither.evaluate.deployment import deploy, deploy_blocks, plan_from_bitwidths, weight_cast
+from dither.evaluate.held_out import replaced
+from dither.nn.bitwidths import bitwidth_range, effective_precision
 from dither.spec import Sampling
 from dither.spec.bitwidths import VARIANCE, capacity, deployable
+from dither.tools.targets import _noise, choose_targets, measure_rise
 
 B_T = torch.tensor([[3.0, 4.0, 5.0], [2.5, 3.5, 6.5]])
 """Of a 40 x 70 weight: blocks of 32 x 32, 32 x 6, 8 x 32 and 8 x 6."""

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from worlds import environment, free_port, needs_gloo, start, wait
+from worlds import set_up, start_ranks
 
 from dither import Stream
 
@@ -28,7 +28,7 @@ def _beside_the_examples(monkeypatch):
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_an_example_runs_and_draws(name, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--steps", "16", "--plot", str(tmp_path / "figure.svg")])
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--steps", "8", "--plot", str(tmp_path / "figure.svg")])
     runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
     ElementTree.parse(tmp_path / "figure.svg")
     assert "figure: " in capsys.readouterr().out
@@ -102,18 +102,19 @@ def test_a_training_example_learns(name, monkeypatch, capsys):
     assert expected[name] in out
 
 
-def _fsdp2(rank: int, port: int, folder: Path) -> None:
+def _fsdp2(rank: int, size: int, port: int, folder: Path) -> None:
     """Run the example as torchrun would start it, with the folder of the examples in front of the path."""
-    environment(rank, 2, port)
+    set_up(rank, size, port)
     sys.path.insert(0, str(ROOT / "examples"))
     sys.argv = ["fsdp2.py", "--steps", "2"]
     with (folder / f"{rank}.txt").open("w") as said, contextlib.redirect_stdout(said):
         runpy.run_path(str(ROOT / "examples" / "fsdp2.py"), run_name="__main__")
 
 
-@needs_gloo
 def test_fsdp2_on_two_ranks(tmp_path):
-    wait(start(_fsdp2, (free_port(), tmp_path), 2))
+    processes = start_ranks(_fsdp2, 2, tmp_path)
+    while not processes.join():
+        pass
     out = (tmp_path / "0.txt").read_text()
     losses = _losses(out)
     assert len(losses) == 2
@@ -125,7 +126,7 @@ def test_fsdp2_on_two_ranks(tmp_path):
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
 def test_every_example_says_how_to_run_it(path):
     header = path.read_text().split('"""')[1]
-    if path.stem not in ("text", "toy"):  # these are imported by the others
+    if path.stem not in ("text", "theory", "toy"):  # these are imported by the others
         assert re.search(rf"^    (python|torchrun .*) ?examples/{path.name}", header, flags=re.MULTILINE)
 
 
@@ -178,6 +179,7 @@ def test_nearest_never_arrives_and_every_update_is_below_half_the_spacing():
     assert moved[-1].item() == stagnation.GOAL  # larger ones do arrive
 
 
+@pytest.mark.exhaustive
 def test_float32_is_torchs_adam():
     """The whole loop as one would write it: the loss function, backward, torch.optim.Adam, a scheduler."""
     x = torch.nn.Parameter(torch.tensor(stagnation.START))

@@ -14,15 +14,16 @@ from runs import said, trained_run, write_words
 
 import dither
 from dither import Plan, UserError, checkpoint
+from dither.checkpoint.format import read_header
 from dither.data import BYTES, Tokenizer, train_bpe
 from dither.exporting import FORMATS
 from dither.exporting.formats import format_of
 from dither.exporting.gguf import _mxfp4
 from dither.exporting.record import load
-from dither.models import LlamaConfig, build, generate, hf, load_pretrained, save_pretrained
+from dither.models import LlamaConfig, build, generate, hf, load_pretrained, open_model, save_pretrained
+from dither.models.open import Opened, load_weights
 from dither.spec import Cast, LayerPrecision, Sampling
 from dither.train.config import Model
-from dither.train.weights import load_weights
 
 transformers = Lazy("transformers")
 
@@ -593,18 +594,18 @@ def sampled(text, tmp_path_factory):
 
 def test_a_run_or_checkpoint_is_loaded_like_a_model(text, run, sampled, tmp_path):
     masters = run_of(text, tmp_path / "masters", mode="o2")
-    assert load_pretrained(masters).embedding.weight.dtype == torch.float32
+    assert open_model(masters).model.embedding.weight.dtype == torch.float32
     for folder in (run, sampled, masters):
-        model = load_pretrained(folder)
+        model = open_model(folder).model
         other = build(model.config, dtype=next(model.parameters()).dtype)
         load_weights(other, folder)  # the trainer's way
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
         newest = max((folder / "checkpoints").iterdir())
-        again = load_pretrained(newest, dtype=torch.float64)
+        again = open_model(newest, dtype=torch.float64).model
         assert torch.equal(again.embedding.weight.float(), model.embedding.weight.float())
-        older = load_pretrained(min((folder / "checkpoints").iterdir()))
+        older = open_model(min((folder / "checkpoints").iterdir())).model
         assert not torch.equal(older.embedding.weight, model.embedding.weight)
-    assert load_pretrained(run).embedding.weight.dtype == torch.bfloat16
+    assert open_model(run).model.embedding.weight.dtype == torch.bfloat16
 
 
 def test_a_run_of_a_model_of_transformers_is_loaded(text, tmp_path):
@@ -612,7 +613,7 @@ def test_a_run_of_a_model_of_transformers_is_loaded(text, tmp_path):
                "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 257})  # fmt: skip
     save_pretrained(made, tmp_path / "start")
     run_of(text, tmp_path / "run", Model(hf=str(tmp_path / "start")), recipe="fp8-block")
-    model = load_pretrained(tmp_path / "run")
+    model = open_model(tmp_path / "run").model
     assert not torch.equal(model.embedding.weight, made.embedding.weight)
     dither.export(model, tmp_path / "out", format="nvfp4", check=True)
 
@@ -620,16 +621,16 @@ def test_a_run_of_a_model_of_transformers_is_loaded(text, tmp_path):
 def test_damaged_checkpoints_are_passed_over_or_refused(run, tmp_path):
     copy = shutil.copytree(run, tmp_path / "copy")
     first, last = sorted((copy / "checkpoints").iterdir())
-    file = next(last.glob("tensors-*"))
+    file = next(last.glob("*.safetensors"))
     data = bytearray(file.read_bytes())
-    data[-1] ^= 1
+    data[read_header(file)[0]["model:model.norm.weight@0"].begin] ^= 1
     file.write_bytes(data)
-    assert torch.equal(load_pretrained(copy).embedding.weight, load_pretrained(first).embedding.weight)
-    with pytest.raises(UserError, match="its SHA-256 is not the manifest"):
-        load_pretrained(last)
+    assert torch.equal(open_model(copy).model.embedding.weight, open_model(first).model.embedding.weight)
+    with pytest.raises(UserError, match=r"its SHA-256 at byte .* is not the saved one"):
+        open_model(last)
     (first / "plain.json").unlink()
     with pytest.raises(UserError, match="has no whole checkpoint"):
-        load_pretrained(copy)
+        open_model(copy)
 
 
 # export -------------------------------------------------------------------------------------------------------------------
@@ -732,7 +733,7 @@ def test_chat_keeps_the_conversation_until_the_input_ends(run, capsys, monkeypat
             return torch.nn.functional.one_hot(torch.full_like(tokens, ord("a")), 257).float()
 
     model = Recorder()
-    monkeypatch.setattr("dither.exporting.sources.load_pretrained", lambda path, device: model)
+    monkeypatch.setattr("dither.exporting.sources.open_model", lambda found, **_: Opened(found, model))
     monkeypatch.setattr("sys.stdin", io.StringIO("the\n\nquick"))
     assert said(capsys, "chat", run, "--tokens", 2, "--temperature", 0) == "aa\naa\n"
     assert model.seen == ["the\n", "the\na", "the\naa\nquick\n", "the\naa\nquick\na"]

@@ -12,11 +12,12 @@ import dither
 from dither import checkpoint, cli
 from dither.data import train_bpe
 from dither.errors import UserError
-from dither.models import build, load_pretrained
+from dither.evaluate.held_out import evaluating
+from dither.models import build, open_model
+from dither.models.lora import adapt, merged_model, narrow_base
 from dither.nn import FrozenLinear, freeze_base, thaw_base
 from dither.nn.layers import Conv1D
 from dither.train.config import loads
-from dither.train.lora import adapt, merged_model, narrow_base
 from dither.train.lora_settings import Lora
 
 peft, transformers = Lazy("peft"), Lazy("transformers")
@@ -361,4 +362,12 @@ def test_the_rate_may_change_on_resume_and_the_change_is_recorded(tuned, tmp_pat
 
 def test_a_checkpoint_of_adapters_is_not_loaded_as_a_model(straight):
     with pytest.raises(UserError, match="holds adapters alone"):
-        load_pretrained(straight)
+        open_model(straight, adapters="refuse")
+    merged = open_model(straight)
+    assert not merged.adapted
+    assert not any(".lora_" in name for name, _ in merged.model.named_parameters())
+    apart = open_model(straight, adapters="apart")
+    assert apart.adapted
+    tokens = torch.arange(8)[None]
+    with apart.forward(), evaluating(apart.model), evaluating(merged.model):
+        assert torch.allclose(apart.model(tokens).float(), merged.model(tokens).float(), atol=0.05)

@@ -7,8 +7,8 @@ import torch
 from lazily import Lazy
 
 from dither import Cast, UserError, fake_quantize
+from dither.evaluate.deployment import deploy
 from dither.nn import Conversion, convert, step_context
-from dither.nn.deployment import deploy
 from dither.spec import LayerPrecision, Plan
 
 transformers = Lazy("transformers")

@@ -2,6 +2,8 @@
 
 import ast
 import functools
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ ROOT = Path(dither.__file__).parent
 COLUMN = (
     *("errors", "lazy", "files", "run_lock", "versions", "console", "signatures"),
     *("spec", "ops", "nn", "optim", "snip", "numerics", "data", "checkpoint", "models", "parallel"),
-    *("evaluate", "train", "report", "exporting", "tools", "integrations", "commands", "cli", "theory", "__main__", "dither"),
+    *("evaluate", "train", "report", "exporting", "tools", "integrations", "commands", "cli", "__main__", "dither"),
 )
 """Every folder and every module outside of folders, in the order of imports; "dither" is the package itself."""
 
@@ -133,11 +135,11 @@ def test_a_cycle_is_found():
 def hidden_imports(tree: ast.Module, module: str) -> list[str]:
     """Return the names by which a file imports by string, and "triton" if it loads that outside of the kernels.
 
-    An import by string escapes the tests above. torch_ops chooses between a reference and its kernel by one; the package and
+    An import by string escapes the tests above. ops.backend chooses between a reference and its kernel by one; the package and
     the command line import what is used, when it is used.
     """
     found: list[str] = []
-    if module not in ("dither", "dither.cli", "dither.lazy", "dither.ops.torch_ops"):
+    if module not in ("dither", "dither.cli", "dither.lazy", "dither.ops.backend"):
         names = [getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(tree)]
         found += [name for name in names if name in ("import_module", "__import__")]
     if not module.startswith("dither.ops.triton"):
@@ -156,7 +158,7 @@ def test_hidden_imports_are_found():
     source = "import importlib\nimport triton.language as tl\nfrom triton import jit\nimportlib.import_module('x')"
     tree = ast.parse(source)
     assert hidden_imports(tree, "dither.ops") == ["import_module", "triton.language", "triton"]
-    assert hidden_imports(tree, "dither.ops.torch_ops") == ["triton.language", "triton"]
+    assert hidden_imports(tree, "dither.ops.backend") == ["triton.language", "triton"]
     assert hidden_imports(tree, "dither.ops.triton.philox") == ["import_module"]
     assert hidden_imports(ast.parse("def f():\n    import triton\n    __import__('x')"), "dither.ops") == ["__import__"]
 
@@ -193,3 +195,17 @@ def test_hidden_imports_are_found():
 )
 def test_the_check_sees_what_it_should(source, module, package, wrong):
     assert wrong_imports(source, module, package) == wrong
+
+
+def test_every_public_name_exists():
+    """`dither.__all__` is what users call, about 40 names; each is imported when it is first used."""
+    assert set(dither.__all__) == {*dither._HOME, "DitherError", "PerformanceWarning", "UserError"}
+    assert sorted(dither.__all__) == dither.__all__
+    assert all(hasattr(dither, name) for name in dither.__all__)
+    assert not hasattr(dither, "training_step")
+
+
+def test_the_specification_needs_no_torch():
+    loads = [f"dither.spec.{path.stem}" for path in (ROOT / "spec").glob("[a-z]*.py")]
+    code = f"import importlib, sys\nfor name in {loads!r}: importlib.import_module(name)\nsys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -119,7 +119,7 @@ def test_compiled_blocks_have_the_same_bits(recipe: str) -> None:
         assert same(iter(expected), trained(recipe, options, again=True, backend="aot_eager_decomp_partition"))
 
 
-@pytest.mark.sampled(without=["fp8-block"])
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("recipe", ["fp8-current", "fp8-block"])
 def test_compiled_blocks_save_neither_codes_nor_inputs(recipe: str) -> None:
     """Per token: x (4 d), gate and up (4 f in BF16), and norms; no codes (d + f), and not the norm's output."""

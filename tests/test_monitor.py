@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
+from worlds import on_ranks
 
 import dither
 from dither import LayerPrecision, Plan, UserError
@@ -350,8 +351,9 @@ def test_problems_name_the_worst_layer():
 # Several processes and experts -----------------------------------------------------------------------------------------
 
 
-def check_ranks() -> None:
-    """Two halves of a batch by two ranks of FSDP2 show what one process shows; called in `test_snip_distributed`."""
+@on_ranks(3)
+def test_ranks() -> None:
+    """Parts of a batch on ranks of FSDP2 show what one process shows."""
     x, ranks = data(12), torch.distributed.get_world_size()
     whole, parts = net(), net()
     fully_shard(parts[0])

@@ -10,20 +10,20 @@ import io
 import itertools
 import pickle
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 from lazily import Lazy
-from sweeps import only
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dither
 from dither import UserError
 from dither.models import build as build_preset
-from dither.nn import GraphedPasses, Linear, convert, draws, hints, param_groups, step_context
+from dither.nn import GraphedPasses, Linear, convert, draws, linear, param_groups, step_context
 from dither.nn.bitwidths import watch_guidance
+from dither.nn.convert import ConvertedLayer, _warn_of_slow_engines
 from dither.spec import Cast, LayerPrecision, Plan, Sampling
 
 transformers = Lazy("transformers")
@@ -45,11 +45,6 @@ REMARKS = [
     "ignore:The .grad attribute of a Tensor that is not a leaf",  # Dynamo looks at it
     "ignore:.*use_reentrant parameter should be passed explicitly",
     "ignore:None of the inputs have requires_grad=True",
-    "ignore:.*does not have many workers",
-    "ignore:.*tensorboardX",
-    "ignore:.*isinstance.treespec",
-    "ignore:.*pin_memory",
-    "ignore:The dataloader",
 ]
 pytestmark = [pytest.mark.filterwarnings(remark) for remark in REMARKS]
 
@@ -100,78 +95,14 @@ def loop_without_steps(model: nn.Module, parts: int) -> None:
         optimizer.zero_grad(set_to_none=False)
 
 
-def accelerate_loop(model: nn.Module, parts: int) -> None:
-    """In accelerate's usual order: the optimizer's step is inside."""
-    import accelerate
-
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=parts)
-    model, optimizer = accelerator.prepare(model, optimizer_of(model))
-    for step in range(2):
-        with step_context(model, step=step):
-            for ids in IDS.chunk(parts):
-                with accelerator.accumulate(model):
-                    accelerator.backward(model(ids, labels=ids).loss)
-                    optimizer.step()
-                    optimizer.zero_grad()
+LOOPS = {"own loop": own_loop, "own loop without step_context": loop_without_steps}
 
 
-def hf_trainer(model: nn.Module, parts: int, tmp_path) -> None:
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path),
-        per_device_train_batch_size=len(IDS) // parts,
-        gradient_accumulation_steps=parts,
-        max_steps=2,
-        report_to=[],
-        save_strategy="no",
-        use_cpu=True,
-        disable_tqdm=True,
-        logging_strategy="no",
-        gradient_checkpointing=model.is_gradient_checkpointing,
-        gradient_checkpointing_kwargs=CHECKPOINTS[model.checkpointing],
-        train_sampling_strategy="sequential",
-        dataloader_pin_memory=False,
-    )
-    rows = [{"input_ids": row, "labels": row} for row in IDS] * 2
-    transformers.Trainer(model, arguments, train_dataset=rows, optimizers=(optimizer_of(model), None)).train()
-
-
-def lightning_loop(model: nn.Module, parts: int, tmp_path) -> None:
-    import lightning
-
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def training_step(self, ids: Tensor, _: int) -> Tensor:
-            return self.model(ids, labels=ids).loss
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return optimizer_of(self.model)
-
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = lightning.Trainer(
-        max_steps=2, accelerator="cpu", accumulate_grad_batches=parts, default_root_dir=str(tmp_path), **quiet
-    )
-    rows = torch.utils.data.DataLoader(torch.cat([IDS, IDS]), batch_size=len(IDS) // parts)
-    trainer.fit(Module(), rows)
-
-
-LOOPS = {
-    "own loop": own_loop,
-    "own loop without step_context": loop_without_steps,
-    "accelerate": accelerate_loop,
-    "transformers.Trainer": hf_trainer,
-    "Lightning": lightning_loop,
-}
-
-
-def trained(loop: str, method: str, checkpointing: str, parts: int, compiled: bool, tmp_path) -> list[Tensor]:
+def trained(loop: Callable[..., None], method: str, checkpointing: str, parts: int, compiled: bool = False) -> list[Tensor]:
     model = build(method, checkpointing, compiled)
     model.checkpointing = checkpointing
-    folder = (tmp_path,) if loop in ("transformers.Trainer", "Lightning") else ()
     with contextlib.redirect_stdout(io.StringIO()):
-        LOOPS[loop](model, parts, *folder)
+        loop(model, parts)
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
@@ -179,24 +110,8 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-FEW = [  # each loop with each kind of checkpointing, each method twice
-    ("own loop", "fp4-block", "non-reentrant", 2),
-    ("own loop", "inputs", "reentrant", 2),
-    ("own loop", "bf16-sr", "non-reentrant", 2),
-    ("own loop without step_context", "gaussws", "non-reentrant", 1),
-    ("own loop without step_context", "everything", "reentrant", 2),
-    ("accelerate", "everything", "non-reentrant", 2),
-    ("accelerate", "fp4-block", "reentrant", 1),
-    ("transformers.Trainer", "gaussws", "non-reentrant", 2),
-    ("transformers.Trainer", "inputs", "reentrant", 1),
-    ("Lightning", "inputs", "non-reentrant", 2),
-    ("Lightning", "bf16-sr", "reentrant", 1),
-]
-
-
-def cases(few: list[tuple], checkpointing: Iterable[str] = ("non-reentrant", "reentrant")) -> list:
-    every = itertools.product(LOOPS, PLANS, checkpointing, (1, 2))
-    return [only(case, case in few) for case in every]
+def cases(checkpointing: Iterable[str] = ("non-reentrant", "reentrant")) -> list:
+    return list(itertools.product(LOOPS, PLANS, checkpointing, (1, 2)))
 
 
 @pytest.mark.sampled(
@@ -204,27 +119,20 @@ def cases(few: list[tuple], checkpointing: Iterable[str] = ("non-reentrant", "re
         "own loop-inputs-reentrant-2",
         "own loop-bf16-sr-non-reentrant-2",
         "own loop without step_context-gaussws-non-reentrant-1",
-        "accelerate-fp4-block-reentrant-1",
-        "transformers.Trainer-gaussws-non-reentrant-2",
-        "Lightning-inputs-non-reentrant-2",
     ]
 )
-@pytest.mark.parametrize(("loop", "method", "checkpointing", "parts"), cases(FEW))
-def test_recomputation_draws_what_forward_drew(loop, method, checkpointing, parts, tmp_path):
-    plain = trained(loop, method, "none", parts, False, tmp_path)
-    assert same(trained(loop, method, checkpointing, parts, False, tmp_path), plain)
+@pytest.mark.parametrize(("loop", "method", "checkpointing", "parts"), cases())
+def test_recomputation_draws_what_forward_drew(loop, method, checkpointing, parts):
+    plain = trained(LOOPS[loop], method, "none", parts)
+    assert same(trained(LOOPS[loop], method, checkpointing, parts), plain)
 
 
-COMPILED = [("own loop", "everything", "non-reentrant", 2), ("own loop without step_context", "gaussws", "none", 2)]
-"""A loop with checkpointing and one without it; each compiles a model of its own, which takes seconds."""
-
-
-@pytest.mark.sampled(without=["own loop without step_context-gaussws-none-2", "own loop-everything-non-reentrant-2"])
-@pytest.mark.parametrize(("loop", "method", "checkpointing", "parts"), cases(COMPILED, CHECKPOINTS))
-def test_compiled_blocks_draw_what_eager_blocks_draw(loop, method, checkpointing, parts, tmp_path):
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("loop", "method", "checkpointing", "parts"), cases(CHECKPOINTS))
+def test_compiled_blocks_draw_what_eager_blocks_draw(loop, method, checkpointing, parts):
     """Checkpointing is around the compiled blocks: what is recomputed is compiled code."""
-    plain = trained(loop, method, "none", parts, False, tmp_path)
-    assert same(trained(loop, method, checkpointing, parts, True, tmp_path), plain)
+    plain = trained(LOOPS[loop], method, "none", parts)
+    assert same(trained(LOOPS[loop], method, checkpointing, parts, compiled=True), plain)
 
 
 @pytest.mark.sampled(without=["everything"])
@@ -248,25 +156,6 @@ def test_checkpointing_within_a_compiled_graph(method):
         found.append([parameter.grad for parameter in block.parameters()])
     # Autograd adds up gradients in the order of backward; both runs have the same.
     assert same(*found)
-
-
-def test_a_trainer_makes_the_optimizer_from_unnamed_parameters(tmp_path):
-    """BF16 weights with stochastic rounding, where the Trainer hands over groups without names; two runs draw the same bits."""
-    found = []
-    for number in range(2):
-        model = build("bf16-sr")
-        arguments = transformers.TrainingArguments(
-            output_dir=str(tmp_path / str(number)), per_device_train_batch_size=2, max_steps=2, report_to=[], use_cpu=True,
-            save_strategy="no", disable_tqdm=True, logging_strategy="no", dataloader_pin_memory=False,
-            train_sampling_strategy="sequential",
-        )  # fmt: skip
-        rows = [{"input_ids": row, "labels": row} for row in IDS]
-        kinds = (dither.optim.AdamW, {"lr": 1e-2, "weights": "stochastic", "seed": 5})
-        with contextlib.redirect_stdout(io.StringIO()):
-            transformers.Trainer(model, arguments, train_dataset=rows, optimizer_cls_and_kwargs=kinds).train()
-        found.append([parameter.detach().clone() for parameter in model.parameters()])
-    assert same(*found)
-    assert not same(found[0], [parameter.detach() for parameter in build("bf16-sr").parameters()])
 
 
 # Rows -------------------------------------------------------------------------------------------------------------------
@@ -644,33 +533,36 @@ def test_bitwidths_in_the_wrong_group_are_noticed_once():
 
 
 def test_slow_autocast_is_said_once(monkeypatch):
-    monkeypatch.setattr(hints, "slowdown", lambda dtype: 300.0)
-    hints._warn_of_autocast.cache_clear()
+    monkeypatch.setattr(linear, "slowdown", lambda dtype: 300.0)
+    linear._warn_of_dtype.cache_clear()
     layer = Linear(32, 32)
     with torch.autocast("cpu", torch.bfloat16):
         with pytest.warns(dither.PerformanceWarning, match="about 300 times slower than in float32"):
             layer(inputs(1)[0])
         layer(inputs(1)[0])
-    hints._warn_of_autocast.cache_clear()
-    monkeypatch.setattr(hints, "slowdown", lambda dtype: 1.0)
+    linear._warn_of_dtype.cache_clear()
+    monkeypatch.setattr(linear, "slowdown", lambda dtype: 1.0)
     run = dither.optim.training(nn.Sequential(layer), "o1", lr=1e-3)
     with run.forward(), torch.autocast("cpu", torch.bfloat16):
         layer(inputs(1)[0])
-    assert hints._warn_of_autocast.cache_info().currsize == 0  # dither.optim's own way is not slow
-    assert hints.slowdown(torch.float32) < 20
+    assert linear._warn_of_dtype.cache_info().currsize == 0  # dither.optim's own way is not slow
+    assert linear.slowdown(torch.float32) < 20
 
 
 def test_engines_that_save_no_time_are_said():
-    fp8, bf16 = ("fp8",) * 3, ("bf16",) * 3
+
+    def layer(size: int, engine: str, share: float) -> ConvertedLayer:
+        return ConvertedLayer("", size, size, LayerPrecision(), (engine,) * 3, share)
+
     with pytest.warns(
         dither.PerformanceWarning, match="100% of the model's multiplications are in layers with fewer than 1024"
     ):
-        hints.slow_engines([(768, 768, fp8, 1.0)])
+        _warn_of_slow_engines([layer(768, "fp8", 1.0)])
     with pytest.warns(
         dither.PerformanceWarning, match="60% .* in formats that this GPU multiplies on BF16 units or in float32"
     ):
-        hints.slow_engines([(4096, 4096, bf16, 0.6), (4096, 4096, fp8, 0.4)])
-    hints.slow_engines([(2048, 2048, fp8, 1.0)])
+        _warn_of_slow_engines([layer(4096, "bf16", 0.6), layer(4096, "fp8", 0.4)])
+    _warn_of_slow_engines([layer(2048, "fp8", 1.0)])
 
 
 def test_places_are_found_where_torch_keeps_them():

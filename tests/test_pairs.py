@@ -68,8 +68,8 @@ def _quiet() -> object:
 
 
 def parts_of(cast: Cast) -> tuple[object, ...]:
-    """What varies in a cast: its format with rounding and with the kind of scale, and all of its scaling with rounding."""
-    return (cast.format, cast.round.kind), (cast.format, cast.scaling.kind), (cast.group, cast.scaling, cast.round.kind)
+    """What varies in a cast: its format with rounding, and its scaling."""
+    return (cast.format, cast.round.kind), (cast.group, cast.scaling)
 
 
 def as_written(case: tuple[object, ...]) -> tuple[object, ...]:
@@ -202,6 +202,7 @@ def test_both_layouts(cast: Cast, dtype: torch.dtype, device: str) -> None:
         assert pairs.check_quantize(x, cast, 1, container="e4m3") == 0
 
 
+@pytest.mark.sampled(cover=1)
 @pytest.mark.parametrize(
     ("groups", "dtype"),
     [
@@ -356,7 +357,7 @@ DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 SPECIAL_GRADIENTS = [0.0, -0.0, 1e-45, -1e-38, 1e30, -1e15, torch.inf, torch.nan, -torch.inf, 3e38]
 
 # Every format of states with some of the weights' roundings; tests/gpu has them all.
-SOME = [u for i, u in enumerate(pairs.updates()) if (i // 13 + i % 13) % 3 == 0 or u.master == "split"]
+SOME = [u for i, u in enumerate(pairs.updates()) if (i // 13 + i % 13) % 5 == 0 or u.master == "split"]
 
 
 @pytest.fixture

@@ -213,8 +213,9 @@ def test_a_plan_that_the_gpu_cannot_run_is_refused_by_layer_before_training(monk
     with pytest.raises(UserError, match="entry 'a plan' at step 5: The layer 'down', forward product: no matrix units"):
         dither.Conversion.of(model).prepare(schedule)
     assert [layer.known_precisions for layer in (model.up, model.down)] == before
+    optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(UserError, match="The layer 'up', forward product: no matrix units"):
-        Snip(dither.Conversion.of(model), torch.optim.SGD(model.parameters()), options=[LayerPrecision(), odd])
+        Snip(dither.Conversion.of(model), optimizer, SnipSettings(target=0.5), options=[LayerPrecision(), odd])
 
 
 def test_a_plan_for_another_model_is_refused_before_training():

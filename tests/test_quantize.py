@@ -12,6 +12,7 @@ from sweeps import sweep
 
 import dither
 from dither import Cast, Format, Quantized, Stream
+from dither.ops import storage
 from dither.ops.reference import packing
 from dither.ops.reference.scales import loaded_scale
 from dither.spec import Rounding, groups
@@ -363,7 +364,7 @@ def test_allocated_storage_is_what_quantizing_fills(cast):
         x = numbers(shape)
         for axis in range(max(len(shape), 1)):
             place = groups.layout_of(shape, parsed, axis)
-            values, scale = groups.empty_lines(x, parsed, place, parsed.element)
+            values, scale = storage.empty_lines(x, parsed, place, parsed.element)
             q = dither.quantize(x, parsed, axis=axis)
             pairs = [(place.expose(values), q.values)]
             if q.scale is not None:

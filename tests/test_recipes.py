@@ -213,6 +213,7 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.mark.exhaustive
 def test_bf16_learns():
     """The text is that of the Python at hand, and so is the ratio: 0.771 with 3.11.2, 0.735 with 3.11.7, 1 without learning."""
     unigram = Counter(text().tolist())

@@ -409,6 +409,16 @@ def test_every_axis_has_the_positions_of_the_run(tmp_path):
     assert line.x["FLOPs"] == pytest.approx([6e6 * tokens for tokens in line.x["tokens"]])
 
 
+def test_figures_without_matplotlib_are_one_sentence(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    run = make(tmp_path / "run")
+    assert cli.main(["report", str(run), "--svg", str(tmp_path / "svg")]) == 2
+    said = "Figures are drawn with matplotlib, which is not installed: pip install 'dither[figures]'."
+    assert error_line(capsys.readouterr().err).endswith(said)
+    assert not (tmp_path / "svg").exists()
+    assert cli.main(["report", str(run)]) == 0
+
+
 def test_figures_for_papers_are_the_charts_of_the_page(tmp_path, capsys):
     layers = {"h.0.up": {"mean": 4.0, "min": 3.5, "max": 4.5, "histogram": [[4, 0.5], [5, 0.5]]}}
     entries = [*lines(), {"kind": "bitwidths", "step": 40, "time": 4, "layers": layers}]

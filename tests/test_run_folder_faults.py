@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from worlds import free_port, needs_gloo
+from worlds import free_port
 
 from dither import UserError, checkpoint, cli, files, report, run_lock
 from dither.run_lock import RunLock
@@ -212,7 +212,6 @@ def test_a_line_of_metrics_is_whole_or_absent(tmp_path: Path, monkeypatch: pytes
 # Agreement ------------------------------------------------------------------------------------------------------------
 
 
-@needs_gloo
 def test_rank_0_leaves_after_the_ranks_that_ask_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a rank that is not yet told that all have met would print the error that rank 0 has printed."""
     monkeypatch.setattr(ranks, "EVERY", 60.0)

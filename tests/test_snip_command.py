@@ -284,7 +284,7 @@ def test_frontier(run, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "'nowhere' is neither the folder of a run"),
+        (["nowhere"], "'nowhere' is neither a run"),
         (["RUN", "--target", "1.5"], "snip.target is a number of at least 0 and at most 1, not 1.5"),
         (["RUN", "--options", "fp8,fp5"], "There is no level 'fp5'"),
         (["RUN", "--stages", "6,6,6,4", "--probe", "direct"], "The stages 6,6,6,4 hold 22 blocks, and the model has 2"),

@@ -1,20 +1,18 @@
 """Probes: everything is left as it was, what they find is what really happens, and bad input is named."""
 
 import copy
-import datetime
 import itertools
 import json
 import math
 from dataclasses import replace
 from itertools import chain, product
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from lazily import Lazy
 from torch import Tensor, nn
-from worlds import environment, free_port, needs_gloo, start, wait
+from worlds import ranks
 
 import dither
 from dither import LayerPrecision, Plan, Sampling, Stream, UserError, convert, recipe
@@ -284,26 +282,19 @@ def test_normal_numbers():
     assert not torch.equal(normal(STREAM, 1, (256, 256), 0, "cpu").double(), z)
 
 
-def _rank(rank: int, port: int, probes: list[str], folder: str) -> None:
-    environment(rank, 2, port)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+def scored(probes: list[str]) -> list[str]:
+    """Return the scores of this rank's half of the batches, by every probe."""
     model, optimizer = trained()
     whole = nn.parallel.DistributedDataParallel(model)
     group = dist.group.WORLD
-    for probe in probes:
-        found = score(
-            whole, [batches(2)[rank]], optimizer, "fp8,fp4", probe=probe, stream=STREAM, setup=TrainingSetup(group=group)
-        )
-        Path(folder, f"{probe} {rank}.json").write_text(found.to_json())
-    dist.destroy_process_group()
+    mine, how = [batches(2)[dist.get_rank()]], {"stream": STREAM, "setup": TrainingSetup(group=group)}
+    return [score(whole, mine, optimizer, "fp8,fp4", probe=probe, **how).to_json() for probe in probes]
 
 
-@needs_gloo
-def test_ranks_get_the_scores_of_one_process_that_sees_all_batches(tmp_path):
+def test_ranks_get_the_scores_of_one_process_that_sees_all_batches():
     probes = ["joint", "measure"]
-    wait(start(_rank, (free_port(), probes, str(tmp_path)), 2))
-    for probe in probes:
-        found = [Scores.from_json((tmp_path / f"{probe} {rank}.json").read_text()) for rank in (0, 1)]
+    for probe, *by_rank in zip(probes, *ranks(2, scored, probes), strict=True):
+        found = list(map(Scores.from_json, by_rank))
         assert (found[0].loss, found[0].weights, found[0].statistics) == (found[1].loss, found[1].weights, found[1].statistics)
         model, optimizer = trained()
         alone = score(model, batches(2), optimizer, "fp8,fp4", probe=probe, stream=STREAM)

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from sweeps import only
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from worlds import in_processes, spread
+from worlds import on_ranks
 
 import dither
 from dither import MemoryOptions, UserError
@@ -144,6 +143,7 @@ PLANS = {
 }
 
 
+@pytest.mark.sampled(only=["fp8-block-2d", "fp8-delayed", "nvfp4", "stochastic", "sampled fp8"])
 @pytest.mark.parametrize("name", PLANS)
 def test_forward_keeps_its_bits_and_gradients_are_close(name: str) -> None:
     """In every precision, with 37 tokens, which no tile divides. E4M3 has a relative error of up to 1/16, 1/28 in the rms."""
@@ -173,7 +173,8 @@ def test_the_weight_gradient_reads_the_product_that_backward_makes() -> None:
     assert torch.equal(found, down.weight.grad)
 
 
-@pytest.mark.parametrize("name", ["fp8-current", only("fp8-delayed", False), only("nvfp4", False), "fp32"])
+@pytest.mark.sampled(only=["fp8-current"])
+@pytest.mark.parametrize("name", ["fp8-current", "fp8-delayed", "nvfp4", "fp32"])
 def test_compiled_blocks_train_as_eager_ones_do(name: str) -> None:
     torch._dynamo.reset()
     expected = trained(PLANS[name], FP8)
@@ -182,7 +183,8 @@ def test_compiled_blocks_train_as_eager_ones_do(name: str) -> None:
     assert max(errors(found, expected)) < (1e-6 if name == "fp32" else 1e-30)
 
 
-@pytest.mark.parametrize("name", ["fp8-current", only("fp8-block", False), "bf16"])
+@pytest.mark.sampled(only=["fp8-current"])
+@pytest.mark.parametrize("name", ["fp8-current", "fp8-block", "bf16"])
 def test_compiled_blocks_save_the_codes_alone(name: str) -> None:
     """Per token: x (4 d), the norm, and two codes with a scale per 128; not the product, neither in BF16 nor as codes."""
     torch._dynamo.reset()
@@ -235,7 +237,8 @@ def test_models_of_transformers() -> None:
         assert (gradients[1][name].grad - parameter.grad).norm() < 0.02 * parameter.grad.norm(), name
 
 
-def check_sharded() -> None:
+@on_ranks(2)
+def test_sharded_layers() -> None:
     """Over two ranks, by FSDP2 and by tensor parallelism with whole tiles on each, gradients are those of one rank."""
     config = LlamaConfig(hidden_size=256, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4, vocab_size=64)
     text = torch.randint(64, (4, 17), generator=torch.Generator().manual_seed(1))
@@ -252,16 +255,11 @@ def check_sharded() -> None:
         return {key: grad.full_tensor() if isinstance(grad, DTensor) else grad for key, grad in found.items()}
 
     halves = [text[:2], text[2:]]
-    for name in ("fp8-block", "fp8-current", "fp32", "sampled"):
+    for name in ("fp8-current", "sampled fp8"):
         for layout, parts, own in ((Layout(tp=2), [text], [text]), (Layout(dp_shard=2), halves, [halves[dist.get_rank()]])):
             expected, found = gradients(name, Layout(), parts), gradients(name, layout, own)
             for key, grad in expected.items():  # sums in another order let single roundings fall on the other side
                 assert (found[key] - grad).norm() <= 1e-2 * grad.norm(), (name, layout, key)
-
-
-@pytest.mark.parametrize(("size", "check"), in_processes(2, check_sharded))
-def test_sharded_layers(size: int, check: Any) -> None:
-    spread(size, check)
 
 
 # Refusals -------------------------------------------------------------------------------------------------------------

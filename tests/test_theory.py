@@ -1,6 +1,5 @@
-"""The bounds of `dither.theory` beside the simulations of examples/bounds.py, and beside the formulas of the paper."""
+"""The bounds of examples/theory.py beside the simulations of examples/bounds.py, and beside the formulas of the paper."""
 
-import importlib.util
 import math
 import sys
 from pathlib import Path
@@ -9,12 +8,17 @@ import pytest
 import torch
 
 from dither.errors import UserError
-from dither.theory import Adam, correlation, modified_loss, modified_loss_limit, perturbation_variance, step_error_bound
 
-SPEC = importlib.util.spec_from_file_location("bounds", Path(__file__).parent.parent / "examples" / "bounds.py")
-bounds = importlib.util.module_from_spec(SPEC)
-sys.modules[SPEC.name] = bounds
-SPEC.loader.exec_module(bounds)
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+import bounds
+from theory import (
+    Adam,
+    correlation,
+    modified_loss,
+    modified_loss_limit,
+    perturbation_variance,
+    step_error_bound,
+)
 
 ADAM = Adam(alpha=0.01, beta2=0.95, epsilon=1e-6, R=2.0, L=3.0, d=5, gap=7.0)
 T, DELTA = 1000, 0.125

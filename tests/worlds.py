@@ -1,18 +1,22 @@
-"""Processes for tests: groups of them (gloo) for distributed code, and single ones to be killed or to end by a signal.
+"""Processes for tests: ranks that form a group (gloo), and single ones to be killed or to end by a signal.
 
-They are forked from a server that has imported torch and dither already: starting one takes milliseconds instead of seconds, so
-that every check can be a test of its own, in processes of its own.
+All are forked from one server per test run, which has imported torch and dither already: starting one takes milliseconds.
+Ranks are new for every call, because DTensor's caches keep the meshes of groups that are gone.
 """
 
 import datetime
+import functools
+import importlib
+import inspect
 import io
 import multiprocessing.forkserver as forkserver
 import os
 import runpy
 import socket
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,13 +39,9 @@ PRELOADED = [
     "dither.snip",
     "dither.train",
     "pytest",
-    "scipy.optimize",  # SNIP's solver and its verification
+    "scipy.optimize",  # SNIP's solver
     "scipy.stats",
 ]
-
-needs_gloo = pytest.mark.skipif(
-    not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo"
-)
 
 
 def free_port() -> int:
@@ -60,56 +60,84 @@ def server() -> Any:
     return context
 
 
-def start(function: Callable[..., None], arguments: tuple[Any, ...], size: int) -> mp.ProcessContext:
-    """Start `size` processes that call `function(rank, *arguments)`."""
+# Ranks ----------------------------------------------------------------------------------------------------------------
+
+
+def ranks(size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 2 * TIMEOUT) -> list[Any]:
+    """Call a function in `size` processes that form a group. Return what each of them returns, or raise what one raises."""
+    with tempfile.TemporaryDirectory() as folder:
+        processes = start_ranks(_work, size, folder, function, arguments)
+        end = time.monotonic() + seconds
+        while not processes.join(timeout=max(end - time.monotonic(), 0)):
+            if time.monotonic() > end:
+                for process in processes.processes:
+                    process.kill()
+                pytest.fail(f"{size} ranks were not done in {seconds} s")
+        return [torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(size)]
+
+
+def start_ranks(function: Callable[..., None], size: int, *arguments: Any) -> mp.ProcessContext:
+    """Start processes that call `function(rank, size, port, *arguments)`, for tests that kill some of them."""
     server()
-    return mp.start_processes(function, arguments, nprocs=size, join=False, start_method="forkserver")
+    return mp.start_processes(function, (size, free_port(), *arguments), nprocs=size, join=False, start_method="forkserver")
 
 
-def environment(rank: int, size: int, port: int) -> None:
+def set_up(rank: int, size: int, port: int) -> None:
     """Set up this process as torchrun would, with one thread."""
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
 
 
-def wait(context: mp.ProcessContext, seconds: float = 2 * TIMEOUT) -> None:
-    """Wait for all processes. Raise what one of them raised; kill them if they take too long."""
-    end = time.monotonic() + seconds
-    while not context.join(timeout=max(end - time.monotonic(), 0)):
-        if time.monotonic() > end:
-            for process in context.processes:
-                process.kill()
-            pytest.fail(f"{len(context.processes)} processes were not done in {seconds} s")
-
-
-def _work(rank: int, size: int, port: int, checks: list[Callable[[], None]]) -> None:
-    environment(rank, size, port)
+def join_group(rank: int, size: int, port: int) -> None:
+    """Set up this process and join the others."""
+    set_up(rank, size, port)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT))
-    for check in checks:
-        check()
-        dist.barrier()
+
+
+def _work(rank: int, size: int, port: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    join_group(rank, size, port)
+    found = function(*arguments)
+    dist.barrier()
+    torch.save(found, f"{folder}/{rank}")
     dist.destroy_process_group()
 
 
-def spread(size: int, *checks: Callable[[], None]) -> None:
-    """Run functions in `size` processes, one after the other."""
-    wait(start(_work, (size, free_port(), list(checks)), size))
+def on_ranks(*sizes: int, exhaustive: Sequence[int] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the body of a test in processes that form a group, for each of these numbers of ranks.
+
+    >>> @on_ranks(2, exhaustive=(3, 8))
+    ... def test_sums() -> None: ...
+    """
+    every = [*sizes, *(pytest.param(size, marks=pytest.mark.exhaustive) for size in exhaustive)]
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        def test(*, size: int, **arguments: Any) -> None:
+            ranks(size, _body, body.__module__, body.__name__, arguments)
+
+        parameters = inspect.signature(body).parameters.values()
+        functools.update_wrapper(test, body)
+        test.__signature__ = inspect.Signature([inspect.Parameter("size", inspect.Parameter.KEYWORD_ONLY), *(
+            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters
+        )])  # fmt: skip
+        return pytest.mark.parametrize("size", every, ids="{} ranks".format)(test)
+
+    return decorate
+
+
+def _body(module: str, name: str, arguments: dict[str, Any]) -> None:
+    """Call the body of a test, which has the name of the test itself."""
+    getattr(importlib.import_module(module), name).__wrapped__(**arguments)
 
 
 def from_first(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call a function in the first process of a world alone, and return its result in all of them."""
+    """Call a function in the first rank alone, and return its result in all of them."""
     file = io.BytesIO()
     if dist.get_rank() == 0:
         torch.save(make(*arguments, **options), file)  # pickle alone cannot read tensors of 8-bit types
     data = [file.getvalue()]
     dist.broadcast_object_list(data, src=0)
     return torch.load(io.BytesIO(data[0]), weights_only=False)
-
-
-def in_processes(size: int, *checks: Callable[[], None], marks: Any = ()) -> list[Any]:
-    """Return pytest parameters `(size, check)` named after the check, for `spread`."""
-    return [pytest.param(size, check, id=f"{size}-{check.__name__.removeprefix('check_')}", marks=marks) for check in checks]
 
 
 # A single process -----------------------------------------------------------------------------------------------------

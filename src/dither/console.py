@@ -1,6 +1,7 @@
 """Tables on standard output."""
 
 import importlib.util
+import io
 import os
 import sys
 import time
@@ -193,3 +194,13 @@ def print_table(
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         print(f"  {'  '.join(cells)}".rstrip())
+
+
+def printed(table: object, *, indented: bool = False) -> str:
+    """Return a table of rich as plain text, without spaces at the ends of lines and, unless `indented`, at their beginnings."""
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=1000, color_system=None, highlight=False, markup=False)
+    console.print(table)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() if indented else line.strip() for line in text.splitlines()).strip("\n")

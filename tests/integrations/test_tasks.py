@@ -16,7 +16,7 @@ from dither import UserError, cli
 from dither.data import BYTES
 from dither.evaluate import TaskScore, log_likelihoods
 from dither.exporting import export
-from dither.models import build, load_pretrained
+from dither.models import build, open_model
 from dither.train import evaluation
 from dither.train.config import Config, override
 from dither.train.evaluation import Variant, Variants
@@ -62,7 +62,7 @@ def exported(run, tmp_path_factory):
     """The run as a Hugging Face folder in BF16, and in NVFP4."""
     folder = tmp_path_factory.mktemp("exported")
     for format in ("bf16", "nvfp4"):
-        export(load_pretrained(run), folder / format, format=format, tokenizer=BYTES)
+        export(open_model(run).model, folder / format, format=format, tokenizer=BYTES)
     return folder
 
 

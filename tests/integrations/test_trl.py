@@ -9,7 +9,7 @@ from lazily import Lazy
 import dither
 from dither.data import train_bpe
 from dither.nn import FrozenLinear, freeze_base
-from dither.nn.convert import converted_layers
+from dither.nn.sites import converted_layers
 
 trl = Lazy("trl")
 datasets, peft, transformers = Lazy("datasets"), Lazy("peft"), Lazy("transformers")

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 import os
 import pickle
 import time
@@ -25,17 +26,17 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from worlds import needs_gloo, spread
+from worlds import ranks
 
-from dither import UserError
+from dither import UserError, cli
 from dither.checkpoint.foreign import METADATA_NAMES, DcpSafetensors, DcpTensors, is_dcp, loads, saved_tensor
 from dither.commands.train import _starting_from
 from dither.files import Refused
-from dither.models import Llama, LlamaConfig
+from dither.models import Llama, LlamaConfig, build, find_model, open_model
 from dither.models.llama import rotary_angles, rotate
+from dither.models.open import load_weights
 from dither.models.torchtitan_names import halves_from_pairs, rotates, titan_names
 from dither.train.config import Config
-from dither.train.weights import load_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 
@@ -65,9 +66,8 @@ def save_sharded(folder: Path) -> None:
     dcp.save(plain, storage_writer=HuggingFaceStorageWriter(str(folder / "hf"), save_distributed=True))
 
 
-@needs_gloo
 def test_what_ranks_saved_is_read_as_torch_reads_it(tmp_path):
-    spread(2, functools.partial(save_sharded, tmp_path))
+    ranks(2, save_sharded, tmp_path)
     wanted = {name: torch.zeros(x.shape, dtype=x.dtype) for name, x in tensors().items()}
     dcp.load({"model": wanted}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     with DcpTensors(tmp_path / "dcp") as source:
@@ -129,6 +129,24 @@ def test_weights_of_torchtitans_llama(prefix, version, tmp_path):
         load_weights(Llama(replace(SIZES, num_hidden_layers=3)), tmp_path / "titan")
     with pytest.raises(UserError, match="has the shape"):
         load_weights(Llama(replace(SIZES, intermediate_size=128)), tmp_path / "titan")
+
+
+def test_a_run_starts_from_a_folder_of_dcp(tmp_path):
+    model = build("tiny", vocab_size=257, seed=9)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    (tmp_path / "text.txt").write_text("all work and no play " * 400)
+    small = ["data.sequence=32", "data.batch=4", "run.steps=1", "run.eval_sequences=2", "run.sample_every=0", "run.device=cpu"]
+    command = ["train", "--from", str(tmp_path / "dcp"), "--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "run")]
+    assert cli.main([*command, "--set", "model.preset=tiny", "optim.lr=1e-9", "optim.min_lr=0", *small]) == 0
+    origin = json.loads((tmp_path / "run" / "origin.json").read_text())
+    assert origin["kind"] == "dcp"
+    assert origin["path"] == str(tmp_path / "dcp")
+    assert origin["sha256"] == find_model(tmp_path / "dcp").sha256()
+    trained = open_model(tmp_path / "run").model.state_dict()
+    assert all(torch.allclose(x, trained[name], atol=1e-7) for name, x in model.state_dict().items())
+    assert cli.main(["train", "--resume", "--out", str(tmp_path / "run"), "--set", "run.steps=2"]) == 0
+    with pytest.raises(UserError, match="does not describe its model"):
+        open_model(tmp_path / "dcp")
 
 
 # Hostile files --------------------------------------------------------------------------------------------------------
@@ -247,7 +265,9 @@ def test_hostile_metadata_is_refused_at_once_and_in_one_line(data, message, tmp_
     assert loads(pickle.dumps(OrderedDict(a=torch.Size((2,)))), METADATA_NAMES)["a"].arguments == ((2,),)
 
 
-@pytest.mark.parametrize("value", [nested(30), DEEP, b"(" + nested(30) + b"t", b"K\x01"], ids=str)
+@pytest.mark.parametrize(
+    "value", [nested(30), DEEP, b"(" + nested(30) + b"t", b"K\x01"], ids=["nested", "deep", "in a tuple", "a number"]
+)
 def test_hostile_values_in_metadata_are_refused_at_once_and_in_one_line(value, tmp_path):
     info = _StorageInfo("__0_0.distcp", 0, 1000)
     chunk = ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((2, 2)))

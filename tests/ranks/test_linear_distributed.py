@@ -1,7 +1,5 @@
 """Layers that tensor parallelism cuts: casts of parts are those of the whole, scales, codes and random bits."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from worlds import in_processes, needs_gloo, spread
+from worlds import on_ranks
 
 import dither
 from dither import LayerPrecision, MemoryOptions, Plan, Sampling, UserError
@@ -18,8 +16,6 @@ from dither.nn import Conv1D, Linear, bitwidth_loss, convert, sampling_parameter
 from dither.nn.convert import Conversion
 from dither.nn.sharded.tensor_parallel import local
 from dither.spec import OPERANDS, BitwidthLoss
-
-pytestmark = needs_gloo
 
 WIDTH = 384
 """2, 3, 4 and 8 processes have a multiple of 16 of it, the width of tiles."""
@@ -89,7 +85,8 @@ def run(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def check_casts() -> None:
+@on_ranks(2, exhaustive=(3, 4, 8))
+def test_casts() -> None:
     """Random bits that were drawn elsewhere, or a scale of other numbers, would show in the first digit."""
     alone = {"random": RANDOM, "plain": PLAIN, "mixed": MIXED, "by product": BY_PRODUCT}
     for name, precision in (*alone.items(), *SPANNING.items()):
@@ -101,9 +98,10 @@ def check_casts() -> None:
             assert error < 1e-5, (name, key, error)
 
 
-def check_memory_options() -> None:
+@on_ranks(2)
+def test_memory_options() -> None:
     """Operands that backward makes have the bits of those that forward makes, in shards and under FSDP2 too."""
-    for name, precision in {"random": RANDOM, "mixed": MIXED, "by product": BY_PRODUCT}.items():
+    for name, precision in {"random": RANDOM, "by product": BY_PRODUCT}.items():
         plan = Plan(default=precision)
         expected = run(block(plan, True))
         for options in (MemoryOptions("input", "one"), MemoryOptions("codes", "none")):
@@ -117,14 +115,16 @@ def check_memory_options() -> None:
     assert all(torch.equal(other[key], value) for other in sharded[1:] for key, value in sharded[0].items())
 
 
-def check_sampled() -> None:
+@on_ranks(2, exhaustive=(3, 4, 8))
+def test_sampled() -> None:
     plan = Plan(default=RANDOM).with_sampling(Sampling(block=16, parts="all"))
     expected, found = run(block(plan, False)), run(block(plan, True))
     for key, value in expected.items():
         assert (found[key] - value).norm() <= 1e-5 * value.norm(), key
 
 
-def check_delayed() -> None:
+@on_ranks(2)
+def test_delayed() -> None:
     """Magnitudes of earlier steps are those of whole operands, by one all-reduce per step."""
     delayed = LayerPrecision.of("e4m3 tensor delayed(4)", "e4m3 tensor delayed(4)", "e5m2 tensor delayed(4)")
     models = [block(Plan(default=delayed), parallel) for parallel in (False, True)]
@@ -144,7 +144,8 @@ def check_delayed() -> None:
         assert (p.grad.full_tensor() - whole.grad).norm() <= 1e-2 * whole.grad.norm(), name
 
 
-def check_learning() -> None:
+@on_ranks(2)
+def test_learning() -> None:
     """Two optimizer steps: parts of what one process has."""
     models = [block(Plan(default=RANDOM), parallel) for parallel in (False, True)]
     for model in models:
@@ -160,7 +161,8 @@ def check_learning() -> None:
         assert (p.full_tensor() - whole).norm() < 1e-4 * whole.norm(), name
 
 
-def check_transposed() -> None:
+@on_ranks(2)
+def test_transposed() -> None:
     """Weights that are stored [inputs, outputs], cut by hand."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     plan = Plan(default=RANDOM)
@@ -183,7 +185,8 @@ def check_transposed() -> None:
         assert (found[key] - value).norm() <= 1e-5 * value.norm(), key
 
 
-def check_uneven() -> None:
+@on_ranks(4)
+def test_uneven() -> None:
     """The last of four processes has 14 of 62 outputs, the others 16."""
     torch.manual_seed(1)
     whole, cut = (dither.Linear(48, 62, precision=RANDOM, name="up", seed=2) for _ in range(2))
@@ -206,7 +209,8 @@ def check_uneven() -> None:
         assert (one - other).norm() <= 1e-5 * one.norm()
 
 
-def check_refused() -> None:
+@on_ranks(2)
+def test_refused() -> None:
     size = dist.get_world_size()
     x = torch.randn(8, 48)
     for cast, why in {
@@ -221,19 +225,6 @@ def check_refused() -> None:
     )
     with pytest.raises(UserError, match="sharded over a mesh of 2 dimensions"), dither.step_context(model, step=0):
         model(x)
-
-
-@pytest.mark.parametrize(
-    ("size", "check"),
-    [
-        *in_processes(2, check_casts, check_delayed, check_memory_options, check_sampled, check_learning, check_transposed),
-        *in_processes(2, check_refused),
-        *in_processes(4, check_uneven),
-        *(case for size in (3, 4, 8) for case in in_processes(size, check_casts, check_sampled, marks=pytest.mark.exhaustive)),
-    ],
-)
-def test_processes(size: int, check: Callable[[], None]) -> None:
-    spread(size, check)
 
 
 # Sampled weights that are spread over processes (FSDP2, tensor parallelism) --------------------------------------------
@@ -285,7 +276,8 @@ def inputs() -> Tensor:
     return torch.randint(0, 3, (4, K), generator=torch.Generator().manual_seed(1)).float()
 
 
-def check_fully_sharded() -> None:
+@on_ranks(2, exhaustive=(4,))
+def test_fully_sharded() -> None:
     """Weights and bitwidths are cut by rows at rest and gathered in forward. The mean of equal gradients is exact."""
     for options in ({}, {"recompute": True}):
         whole, cut = make(**options), make(**options)
@@ -301,7 +293,8 @@ def check_fully_sharded() -> None:
             Conversion.of(cut).switch(Plan(default=LayerPrecision(sampling=Sampling(block=16))))
 
 
-def check_tensor_parallel() -> None:
+@on_ranks(2, exhaustive=(4,))
+def test_tensor_parallel() -> None:
     """Columns and rows of the products cut: every process samples its part by its place in the whole weight."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole, cut = make(), make()
@@ -313,7 +306,8 @@ def check_tensor_parallel() -> None:
         assert torch.equal(getattr(cut, name).bitwidths(), getattr(whole, name).bitwidths())
 
 
-def check_both() -> None:
+@on_ranks(4)
+def test_both() -> None:
     """Two processes cut the products, two the parameters at rest."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     whole, cut = make(), make()
@@ -325,7 +319,8 @@ def check_both() -> None:
     assert_same(whole, cut, "both")
 
 
-def check_sampling_refused() -> None:
+@on_ranks(2)
+def test_sampling_refused() -> None:
     """Cuts inside a block, and bitwidths that stayed whole."""
     mesh = init_device_mesh("cpu", (2,))
     net = make(hidden=96)  # 48 rows each
@@ -340,15 +335,3 @@ def check_sampling_refused() -> None:
         step_context(layer, step=0),
     ):
         layer(DTensor.from_local(inputs(), mesh))
-
-
-@pytest.mark.parametrize(
-    ("size", "check"),
-    [
-        *in_processes(2, check_fully_sharded, check_tensor_parallel, check_sampling_refused),
-        *in_processes(4, check_both),
-        *in_processes(4, check_fully_sharded, check_tensor_parallel, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_sampling_in_processes(size: int, check: Callable[[], None]) -> None:
-    spread(size, check)

@@ -8,7 +8,6 @@ them a rounding may fall on the other side and change many others, so outputs ar
 """
 
 import contextlib
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from sweeps import only
 from test_parallelize import cut, reading, whole
 from torch import Tensor, nn
-from worlds import needs_gloo, spread
+from worlds import ranks
 
 import dither
 from dither import LayerPrecision, Plan
@@ -36,7 +35,7 @@ from dither.train.layout import RankLayout
 from dither.train.ranks import Ranks
 from dither.train.trainer import Trainer
 
-pytestmark = [needs_gloo, pytest.mark.filterwarnings("ignore:.*noise can vanish")]
+pytestmark = pytest.mark.filterwarnings("ignore:.*noise can vanish")
 
 PLANS = {
     "fp8-block": LayerPrecision.of("e4m3 tile(8)", "e4m3 block(8)", "e4m3 tile(8)"),
@@ -146,11 +145,11 @@ def step(trainer: Trainer) -> dict[str, Any]:
 
 
 def check_noise(case: Case) -> None:
-    ranks = Ranks(torch.device("cpu"), dist.get_rank(), dist.get_world_size())
+    here = Ranks(torch.device("cpu"), dist.get_rank(), dist.get_world_size())
     with preset_of(case):
         config = case.settings(parallel=True)
-        layout = RankLayout.of(config, ranks)
-        trainer = Trainer(config, open_tokens(case.folder / TOKENS, verify=False), ranks, layout=layout)
+        layout = RankLayout.of(config, here)
+        trainer = Trainer(config, open_tokens(case.folder / TOKENS, verify=False), here, layout=layout)
         mine = step(trainer)
     one = torch.load(case.reference, mmap=True, weights_only=True)
     tp, rank = case.layout.tp, dist.get_rank() % case.layout.tp
@@ -227,10 +226,8 @@ CASES = [
 
 @pytest.mark.parametrize(("layout", "method"), CASES, ids=str)
 def test_noise_is_that_of_one_process(folder: Path, layout: Layout, method: str) -> None:
-    case, threads = Case(layout, method, folder), torch.get_num_threads()
-    torch.set_num_threads(1)
+    case = Case(layout, method, folder)
     with preset_of(case):
         corpus = open_tokens(folder / TOKENS, verify=False)
         torch.save(step(Trainer(case.settings(parallel=False), corpus, Ranks(torch.device("cpu")))), case.reference)
-    torch.set_num_threads(threads)
-    spread(layout.ranks, functools.partial(check_noise, case))
+    ranks(layout.ranks, check_noise, case)

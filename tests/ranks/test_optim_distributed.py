@@ -10,14 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
-from worlds import in_processes, needs_gloo, spread
+from worlds import on_ranks
 
 from dither import UserError
 from dither.nn.sharded.geometry import reduce_cuts, shards
 from dither.optim import AdamMini, AdamW, NonFiniteError, Role
-
-pytestmark = needs_gloo
-
 
 # One body for every cut -----------------------------------------------------------------------------------------------
 
@@ -36,6 +33,10 @@ KINDS: dict[str, dict[str, object]] = {
     "e4m3 stochastic": {"dtype": torch.float32, "states": "e4m3", "state_rounding": "stochastic", "block": 16},
     "Adam-mini": {"dtype": torch.bfloat16, "mini": True},
 }
+
+
+FEW = ("bf16 stochastic", "24-bit masters", "e4m3 stochastic", "Adam-mini")
+"""Kinds of the ordinary tests: every way to round, masters, states in blocks, and sums over ranks."""
 
 
 def make(named: dict[str, Tensor], kind: dict[str, object], **more: object) -> AdamW:
@@ -89,9 +90,8 @@ def distribute(x: Tensor, mesh: DeviceMesh, where: list[Placement]) -> DTensor:
     return distribute_tensor(x, mesh, where, src_data_rank=None)
 
 
-def check_cuts(mesh: DeviceMesh | None = None, labels: Iterable[str] = KINDS) -> None:
+def check_cuts(mesh: DeviceMesh, labels: Iterable[str]) -> None:
     """By rows, by columns, in the middle: uneven shards, and empty ones (two rows over three processes)."""
-    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     for label in labels:
         kind = KINDS[label]
         whole = run(kind, lambda _, x: x.clone())
@@ -104,19 +104,36 @@ def check_cuts(mesh: DeviceMesh | None = None, labels: Iterable[str] = KINDS) ->
         assert_same(whole, run(kind, lambda _, x: distribute(x, mesh, [Replicate()])), (label, "replicated"))
 
 
-def check_cuts_in_pairs(labels: Iterable[str] = ("dynamic8", "Adam-mini")) -> None:
-    """Shards within a group that is not the whole world: scales of blocks, and the sums of Adam-mini, are exchanged in it."""
-    check_cuts(init_device_mesh("cpu", (2, 2), mesh_dim_names=("pairs", "within"))["within"], labels)
+def pairs() -> DeviceMesh:
+    """A group that is not the whole world: scales of blocks, and the sums of Adam-mini, are exchanged in it."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("pairs", "within"))["within"]
 
 
-def check_all_cuts_in_pairs() -> None:
-    check_cuts_in_pairs(KINDS)
+@on_ranks(3)
+def test_cuts() -> None:
+    check_cuts(init_device_mesh("cpu", (3,)), FEW)
 
 
-def check_meshes() -> None:
+@on_ranks(4)
+def test_cuts_in_pairs() -> None:
+    check_cuts(pairs(), ("dynamic8", "Adam-mini"))
+
+
+@on_ranks(exhaustive=(4,))
+def test_all_cuts_in_pairs() -> None:
+    check_cuts(pairs(), KINDS)
+
+
+@on_ranks(exhaustive=(2, 3, 4, 8))
+def test_all_cuts() -> None:
+    check_cuts(init_device_mesh("cpu", (dist.get_world_size(),)), KINDS)
+
+
+@on_ranks(4)
+def test_meshes() -> None:
     """Two dimensions of processes: rows and columns cut, one cut and copied over the other, and rows cut by both (FSDP, TP)."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    for label in ("bf16 stochastic", "dynamic8", "Adam-mini"):
+    for label in ("bf16 stochastic", "Adam-mini"):
         kind = KINDS[label]
         whole = run(kind, lambda _, x: x.clone(), max_norm=1.0)
         for pair in ([Shard(0), Shard(1)], [Replicate(), Shard(0)], [Shard(1), Replicate()], [Shard(0), Shard(0)]):
@@ -137,7 +154,8 @@ def check_meshes() -> None:
     assert total == x.double().square().sum()
 
 
-def check_clipping() -> None:
+@on_ranks(3, exhaustive=(2, 4, 8))
+def test_clipping() -> None:
     """The norm over all shards clips as in one process; a replicated parameter counts once."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     kind = KINDS["bf16 stochastic"]
@@ -153,7 +171,8 @@ def check_clipping() -> None:
     assert torch.equal(whole[1].grad_norm, cut[1].grad_norm)
 
 
-def check_nonfinite() -> None:
+@on_ranks(3)
+def test_nonfinite() -> None:
     """One process has the NaN; all refuse, or skip, together."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for nonfinite in ("raise", "skip"):
@@ -173,7 +192,8 @@ def check_nonfinite() -> None:
         assert int(optimizer.steps) == 0
 
 
-def check_blocks() -> None:
+@on_ranks(4)
+def test_blocks() -> None:
     """128 columns over four processes are cut at 32, 64 and 96; 96 columns at 24, 48 and 72."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     wide, narrow = (nn.Parameter(distribute(torch.zeros(4, n, dtype=torch.bfloat16), mesh, [Shard(1)])) for n in (128, 96))
@@ -200,7 +220,8 @@ def backward(net: nn.Module, step: int) -> None:
     net(torch.randn(4, 12, generator=generator).to(torch.bfloat16)).float().square().sum().backward()
 
 
-def check_fsdp() -> None:
+@on_ranks(4)
+def test_fsdp() -> None:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
     from torch.distributed.fsdp import fully_shard
 
@@ -244,16 +265,3 @@ def check_fsdp() -> None:
 
 
 # The worlds -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("size", "check"),
-    [
-        *in_processes(3, check_cuts, check_clipping, check_nonfinite),
-        *in_processes(4, check_cuts_in_pairs, check_meshes, check_blocks, check_fsdp),
-        *in_processes(4, check_all_cuts_in_pairs, marks=pytest.mark.exhaustive),
-        *(case for size in (2, 4, 8) for case in in_processes(size, check_cuts, check_clipping, marks=pytest.mark.exhaustive)),
-    ],
-)
-def test_processes(size: int, check: Callable[[], None]) -> None:
-    spread(size, check)

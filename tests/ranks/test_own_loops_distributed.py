@@ -1,8 +1,5 @@
 """Rows that ranks count: data parallel ranks draw together what one process draws; ranks that share a layer draw alike."""
 
-from collections.abc import Callable
-
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -12,13 +9,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from worlds import in_processes, needs_gloo, spread
+from worlds import on_ranks
 
 import dither
 from dither import LayerPrecision, Plan
 from dither.nn.draws import batch_rank
-
-pytestmark = needs_gloo
 
 PLAN = Plan(default=LayerPrecision.of("e2m1 tile(16) stochastic(16)", "e2m1 block(16)", "e2m1 tile(16) stochastic(16)"))
 MICRO, TOKENS = 2, 8
@@ -55,7 +50,8 @@ def gradients(made: nn.Module, call, parts: list[Tensor], rows: list[int] | None
     return [grad.clone() for grad in found]
 
 
-def check_data_parallel() -> None:
+@on_ranks(2)
+def test_data_parallel() -> None:
     """Without a word about rows, with recomputation, under DDP and FSDP2: the gradients of one process with all batches."""
     rank, world = dist.get_rank(), dist.get_world_size()
     every = batches(world)
@@ -72,7 +68,8 @@ def check_data_parallel() -> None:
             assert (a - b).norm() <= 1e-5 * b.norm(), kind
 
 
-def check_tensor_parallel() -> None:
+@on_ranks(2)
+def test_tensor_parallel() -> None:
     """Ranks that share layers see the same tokens: they draw alike, in the layers that are not cut too."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     one, cut = model(), model()
@@ -87,17 +84,11 @@ def check_tensor_parallel() -> None:
     assert all(torch.equal(part, gathered[0]) for part in gathered)
 
 
-def check_both() -> None:
+@on_ranks(4)
+def test_both() -> None:
     """Two data parallel groups of two ranks that share layers, however the mesh is laid out."""
     for names, dim in ((("dp", "tp"), 1), (("tp", "dp"), 0)):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
         cut = model()
         parallelize_module(cut, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         assert batch_rank(cut) == (mesh.get_coordinate()[1 - dim], 2)
-
-
-@pytest.mark.parametrize(
-    ("size", "check"), [*in_processes(2, check_data_parallel, check_tensor_parallel), *in_processes(4, check_both)]
-)
-def test_processes(size: int, check: Callable[[], None]) -> None:
-    spread(size, check)

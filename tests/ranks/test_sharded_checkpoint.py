@@ -1,6 +1,5 @@
 """Checkpoints of several ranks: any layout is read into any other, bit for bit, and no rank holds or reads the whole."""
 
-import functools
 import hashlib
 import itertools
 import json
@@ -20,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
-from worlds import environment, free_port, needs_gloo, spread, start
+from worlds import join_group, ranks, start_ranks
 
 import dither
 from dither import UserError, checkpoint, files
@@ -30,11 +29,9 @@ from dither.checkpoint import write as writing
 from dither.checkpoint.format import SavedPiece, SavedTensor, manifest_bytes
 from dither.checkpoint.layout import local_part
 from dither.files import Refused
-from dither.models import build, load_pretrained, preset
+from dither.models import build, open_model, preset
+from dither.models.open import load_weights
 from dither.train.config import Config, dumps, override
-from dither.train.weights import load_weights
-
-pytestmark = needs_gloo
 
 SHAPES = {
     "matrix": (13, 24),
@@ -130,21 +127,23 @@ def read(folder: Path, kind: str) -> None:
 
 
 def test_a_layout_is_read_into_another(tmp_path):
-    spread(4, functools.partial(write, tmp_path, "fsdp x tp rows"))
+    ranks(4, write, tmp_path, "fsdp x tp rows")
     tensors, plain = checkpoint.load(tmp_path / "step-00000007")
     assert plain == {"rank": 0}
     assert {name: bits(x).tolist() for name, x in tensors.items()} == {name: bits(whole(name)).tolist() for name in SHAPES}
     checkpoint.verify(tmp_path / "step-00000007")
-    spread(3, functools.partial(read, tmp_path, "fsdp"), functools.partial(read, tmp_path, "tp"))
-    spread(2, functools.partial(read, tmp_path, "fsdp x tp columns"), functools.partial(read, tmp_path, "fsdp"))
+    ranks(3, read, tmp_path, "fsdp")
+    ranks(3, read, tmp_path, "tp")
+    ranks(2, read, tmp_path, "fsdp x tp columns")
+    ranks(2, read, tmp_path, "fsdp")
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("second", "size"), [*itertools.product(LAYOUTS, (2, 4)), ("fsdp", 3), ("tp", 3)])
 @pytest.mark.parametrize("first", LAYOUTS)
 def test_every_layout_is_read_into_every_other(first, second, size, tmp_path):
-    spread(4, functools.partial(write, tmp_path, first))
-    spread(size, functools.partial(read, tmp_path, second))
+    ranks(4, write, tmp_path, first)
+    ranks(size, read, tmp_path, second)
 
 
 # The state of training ------------------------------------------------------------------------------------------------
@@ -243,7 +242,7 @@ WAYS = [(4, "fsdp x tp", 2, "tp"), (4, "fsdp x tp", 3, "fsdp"), (3, "fsdp", 4, "
     ("way", "optimizer"),
     [
         *(
-            only((way, optimizer), kept=(optimizer == "dynamic8" and number < 2) or (optimizer == "adam-mini" and number == 1))
+            only((way, optimizer), kept=(optimizer, number) in (("dynamic8", 0), ("adam-mini", 1)))
             for number, way in enumerate(WAYS)
             for optimizer in OPTIMIZERS
         ),
@@ -252,8 +251,8 @@ WAYS = [(4, "fsdp x tp", 2, "tp"), (4, "fsdp x tp", 3, "fsdp"), (3, "fsdp", 4, "
 )
 def test_training_resumes_in_another_layout(way, optimizer, tmp_path):
     size, kind, other_size, other = way
-    spread(size, functools.partial(train_and_save, tmp_path / "first", kind, optimizer))
-    spread(other_size, functools.partial(restore_and_save, tmp_path / "first", tmp_path / "second", other, optimizer))
+    ranks(size, train_and_save, tmp_path / "first", kind, optimizer)
+    ranks(other_size, restore_and_save, tmp_path / "first", tmp_path / "second", other, optimizer)
     same_checkpoints(tmp_path / "first", tmp_path / "second")
     model, made = trained("one", optimizer, seed=3, steps=1)  # and in one process, without ranks
     with SavedTensors(tmp_path / "first" / "step-00000002") as saved:
@@ -304,8 +303,8 @@ def restore_stages(folder: Path, again: Path) -> None:
 
 
 def test_stages_of_a_pipeline_are_one_model(tmp_path):
-    spread(2, functools.partial(save_stages, tmp_path / "first"))
-    spread(2, functools.partial(restore_stages, tmp_path / "first", tmp_path / "second"))
+    ranks(2, save_stages, tmp_path / "first")
+    ranks(2, restore_stages, tmp_path / "first", tmp_path / "second")
     model = Stage("norm", "up", "down")
     made = OPTIMIZERS["dynamic8"](model)
     model.steps(made)
@@ -355,7 +354,8 @@ def load_large(folder: Path) -> None:
 
 
 def test_no_rank_writes_or_reads_the_whole(tmp_path):
-    spread(4, functools.partial(save_large, tmp_path), functools.partial(load_large, tmp_path))
+    ranks(4, save_large, tmp_path)
+    ranks(4, load_large, tmp_path)
     assert sum(file.stat().st_size for file in (tmp_path / "step-00000002").iterdir()) < (9 << 20) + 100_000
 
 
@@ -374,8 +374,7 @@ def save_in_thread(folder: Path) -> None:
 
 def killed(rank: int, size: int, port: int, folder: Path, who: int, name: str) -> None:
     """Save a second step, in which a rank is killed just before it writes a file or renames the folder."""
-    environment(rank, size, port)
-    dist.init_process_group("gloo")
+    join_group(rank, size, port)
     save_together(folder, 1, state(1.0), {"value": 1.0})
     write, rename = files.write_new, writing._rename
 
@@ -403,7 +402,7 @@ def killed(rank: int, size: int, port: int, folder: Path, who: int, name: str) -
     [(1, "rank-00001-00000.safetensors"), (1, "rank-00001.json"), (0, "plain.json"), (0, "manifest.json"), (0, "rename")],
 )
 def test_kill_9_of_a_rank_in_a_save_leaves_the_last_good_checkpoint(who, name, tmp_path):
-    processes = start(killed, (2, free_port(), tmp_path, who, name), 2).processes
+    processes = start_ranks(killed, 2, tmp_path, who, name).processes
     for process in processes:
         process.join(120)
     assert [process.exitcode for process in processes] == [-signal.SIGKILL if rank == who else 0 for rank in range(2)]
@@ -470,7 +469,7 @@ def test_ranks_without_a_shared_folder(tmp_path):
 
 
 def test_an_error_on_one_rank_is_an_error_on_every_rank(tmp_path):
-    spread(2, functools.partial(failing, tmp_path))
+    ranks(2, failing, tmp_path)
 
 
 # Forged checkpoints ----------------------------------------------------------------------------------------------------
@@ -578,7 +577,7 @@ def test_models_are_read_from_sharded_checkpoints(tmp_path):
     made = dither.optim.AdamW(model.named_parameters(), lr=1e-3)
     tensors, plain = pack(model, made, step=4, others={"config": config}, group=world())
     path = save_together(tmp_path / "checkpoints", 4, tensors, plain)
-    loaded = load_pretrained(path)
+    loaded = open_model(path).model
     assert all(torch.equal(x, loaded.state_dict()[name]) for name, x in model.state_dict().items())
     other = build(preset("tiny", vocab_size=64), seed=5)
     load_weights(other, path)
@@ -587,7 +586,8 @@ def test_models_are_read_from_sharded_checkpoints(tmp_path):
 
 def test_a_checkpoint_of_one_process_is_read_in_parts(tmp_path):
     path = checkpoint.save(tmp_path, 7, tensors={name: whole(name) for name in SHAPES}, plain={"rank": 0})
-    spread(2, functools.partial(read, tmp_path, "fsdp"), functools.partial(read, tmp_path, "tp"))
+    ranks(2, read, tmp_path, "fsdp")
+    ranks(2, read, tmp_path, "tp")
     with SavedTensors(path) as saved, mock.patch.object(reading, "BLOCK", 64), mock.patch.object(reading, "ROW", 16):
         for name in SHAPES:
             assert torch.equal(bits(saved.box(name)), bits(whole(name)))

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from worlds import needs_gloo, spread
+from worlds import ranks
 
 import dither
 from dither import checkpoint
@@ -33,8 +33,6 @@ from dither.train.files import TOKENS
 from dither.train.layout import RankLayout
 from dither.train.ranks import Ranks
 from dither.train.trainer import Trainer
-
-pytestmark = needs_gloo
 
 DEEP = LlamaConfig(hidden_size=64, num_hidden_layers=32, num_attention_heads=4, intermediate_size=64, vocab_size=256)
 """Many blocks, so that one that FSDP2 has gathered is a small part of the model, as in large models."""
@@ -159,7 +157,7 @@ def test_ranks_share_memory_in_every_part_of_a_run(more: list[str], tmp_path: Pa
         open_corpus(settings(tmp_path), tmp_path, Ranks(torch.device("cpu")))
     one = measured(tmp_path, Ranks(torch.device("cpu")))
     print({name: round(value / one["held"], 3) for name, value in one.items()})
-    spread(RANKS, functools.partial(check_memory, tmp_path, more))
+    ranks(RANKS, check_memory, tmp_path, more)
     for rank in range(RANKS):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         shares = {name: round(value / one["held"], 3) for name, value in found.items()}

@@ -1,12 +1,11 @@
 """Scores of models whose weights are spread over processes: those of one process that sees all batches."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 import pytest
 import torch
 import torch.distributed as dist
-from test_monitor import check_ranks
 from test_snip_estimates import FP4, STREAM, Net, batches, same
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from worlds import from_first, in_processes, needs_gloo, spread
+from worlds import from_first, on_ranks
 
 import dither
 from dither import Cast, Plan, UserError
@@ -33,8 +32,6 @@ from dither.snip import (
     score,
 )
 from dither.snip.statistics import layers_of
-
-pytestmark = needs_gloo
 
 OPTIONS = "bf16,fp8,fp4"
 AT_3 = SnipSettings(target=0.5, start=3, delay=1)
@@ -90,12 +87,14 @@ def check_same(found: Scores, expected: Scores, what: object) -> None:
     assert all(each == every[0] for each in every), what
 
 
-def check_scores() -> None:
-    """Every probe with FSDP2 over the whole model, and two of them over every layer."""
-    check_sharded({"root": PROBES, "up down out root": ("joint", "direct")})
+@on_ranks(2)
+def test_scores() -> None:
+    """Two probes with FSDP2 over the whole model, and two over every layer."""
+    check_sharded({"root": ("direct", "measure"), "up down out root": ("joint", "direct")})
 
 
-def check_every_score() -> None:
+@on_ranks(exhaustive=(2, 3))
+def test_every_score() -> None:
     check_sharded({"root": PROBES, "up down out root": PROBES})
 
 
@@ -126,7 +125,8 @@ def check_sharded(probes: dict[str, Sequence[str]]) -> None:
         assert [key for key in before if not same(before[key], after[key])] == [], cuts
 
 
-def check_truth_and_plans() -> None:
+@on_ranks(2)
+def test_truth_and_plans() -> None:
     """What is tried for real, and a plan that training goes on by; also after forward passes, which leave weights whole."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model, optimizer = trained("root")
@@ -155,7 +155,8 @@ def check_truth_and_plans() -> None:
     assert all(p.isfinite().all() for p in (x.to_local() for x in model.parameters()))
 
 
-def check_refused() -> None:
+@on_ranks(2)
+def test_refused() -> None:
     model, optimizer = trained("root")
     with pytest.raises(UserError, match="'up' is sharded over ranks: pass them as setup=TrainingSetup"):
         score(model, batches(), optimizer, OPTIONS, stream=STREAM)
@@ -167,7 +168,8 @@ def check_refused() -> None:
         score(model, batches(), optimizer, OPTIONS, stream=STREAM)
 
 
-def check_fsdp_with_tensor_parallelism() -> None:
+@on_ranks(2, exhaustive=(4,))
+def test_fsdp_with_tensor_parallelism() -> None:
     """Layers sharded by both: scores are those of one process that has all batches."""
     plan = Plan(default=TILES[0].precision)
     world = dist.get_world_size()
@@ -223,12 +225,13 @@ TILES = [
 ]
 
 
-def check_tensor_parallel() -> None:
+@on_ranks(2, exhaustive=(3,))
+def test_tensor_parallel() -> None:
     """Layers cut by outputs and by inputs: scores, truth and plans are those of one process that has all of them."""
     plan = Plan(default=TILES[0].precision)
     (model, optimizer), (alone, its) = parallel(plan), parallel(plan, False)
     given = {"stream": STREAM, "setup": TrainingSetup(max_norm=0.01)}
-    for probe in PROBES:
+    for probe in ("direct", "measure", "joint"):
         found = score(model, batches(2), optimizer, TILES, probe=probe, **given)
         expected = from_first(score, alone, batches(2), its, TILES, probe=probe, **given)
         check_same(found, expected, probe)
@@ -290,15 +293,18 @@ def staged(schedule: type):
     return model.train(), optimizer, forward
 
 
-def check_gpipe() -> None:
-    check_pipeline(ScheduleGPipe, ("last",))
-
-
-def check_gpipe_with_every_probe() -> None:
+@on_ranks(exhaustive=(2, 3))
+def test_gpipe() -> None:
     check_pipeline(ScheduleGPipe, PROBES)
 
 
-def check_1f1b() -> None:
+@on_ranks(3)
+def test_1f1b() -> None:
+    check_pipeline(Schedule1F1B, ("direct", "measure"))
+
+
+@on_ranks(exhaustive=(2, 3))
+def test_1f1b_with_every_probe() -> None:
     check_pipeline(Schedule1F1B, PROBES)
 
 
@@ -342,7 +348,8 @@ def check_pipeline(schedule: type, probes: Sequence[str]) -> None:
     assert again.conversion.plan == snip.conversion.plan
 
 
-def check_pipeline_refused() -> None:
+@on_ranks(2)
+def test_pipeline_refused() -> None:
     """What one stage has against it, all of them say."""
     model, optimizer, forward = staged(ScheduleGPipe)
     given = {"forward": forward, "setup": TrainingSetup(pipeline=dist.group.WORLD), "stream": STREAM}
@@ -370,19 +377,3 @@ def check_pipeline_refused() -> None:
         score(twin, batches(), other, OPTIONS, stream=STREAM, **alone)
     with pytest.raises(UserError, match=r"No stage of the pipeline has a dither\.Linear"):
         score(nn.Linear(2, 2), batches(), other, OPTIONS, stream=STREAM, **alone)
-
-
-@pytest.mark.parametrize(
-    ("size", "check"),
-    [
-        *in_processes(2, check_truth_and_plans, check_refused),
-        *in_processes(2, check_tensor_parallel, check_gpipe, check_pipeline_refused),
-        *in_processes(3, check_scores, check_1f1b, check_ranks),
-        *in_processes(2, check_fsdp_with_tensor_parallelism),
-        *in_processes(2, check_every_score, check_1f1b, check_gpipe_with_every_probe, marks=pytest.mark.exhaustive),
-        *in_processes(3, check_every_score, check_tensor_parallel, check_gpipe_with_every_probe, marks=pytest.mark.exhaustive),
-        *in_processes(4, check_fsdp_with_tensor_parallelism, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_processes(size: int, check: Callable[[], None]) -> None:
-    spread(size, check)

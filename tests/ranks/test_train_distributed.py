@@ -14,17 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
-from worlds import environment, free_port, needs_gloo, start, wait
+from worlds import ranks, set_up, start_ranks
 
 from dither import UserError, checkpoint, cli
 from dither.optim import GRADIENTS, Gradients, training
 from dither.train import Config, Status, train
 from dither.train import config as configs
 from dither.train import trainer as trainers
-from dither.train.ranks import TIMEOUT, Ranks
+from dither.train.ranks import Ranks
 from dither.train.trainer import Trainer
-
-pytestmark = needs_gloo
 
 STEPS = 6
 
@@ -39,11 +37,9 @@ def settings(text: Path, out: Path, *more: str) -> Config:
     return configs.override(Config(), [f'data.sources=["{text}"]', f'run.out="{out}"', *small, *more])
 
 
-def _rank(rank: int, port: int, folder: Path) -> None:
-    """All that two processes do here, one after the other: starting them takes longest."""
-    environment(rank, 2, port)
-    dist.init_process_group("gloo", timeout=TIMEOUT)
-    text = folder / "text"
+def _train(folder: Path) -> None:
+    """All that two ranks do here, one after the other."""
+    rank, text = dist.get_rank(), folder / "text"
     assert train(settings(text, folder / "two")).step == STEPS
     assert train(settings(text, folder / "resumed"), resume=True).step == STEPS
     delayed = train(settings(text, folder / "two delayed", *DELAYED))
@@ -73,7 +69,6 @@ def _rank(rank: int, port: int, folder: Path) -> None:
     trainers._model = told_to_end
     early = train(settings(text, folder / "early"))
     (folder / f"early-{rank}.json").write_text(json.dumps([early.code, early.why]))
-    dist.destroy_process_group()
 
 
 STOCHASTIC = ("precision.mode=bf16-sr", "precision.gradients=bf16-sr", "run.steps=2", "run.eval_every=0")
@@ -100,8 +95,8 @@ def _reduce(rank: int, folder: Path) -> None:
         (folder / f"sharded-{rank}.txt").write_text(str(error))
 
 
-def _dying(rank: int, port: int, folder: Path) -> None:
-    environment(rank, 2, port)
+def _dying(rank: int, size: int, port: int, folder: Path) -> None:
+    set_up(rank, size, port)
     original = Trainer.step
 
     def step(self: Trainer, *arguments: Any) -> torch.Tensor:
@@ -119,12 +114,12 @@ def _dying(rank: int, port: int, folder: Path) -> None:
 
 def test_a_rank_that_dies_ends_the_others_with_a_sentence(runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs / "text", tmp_path / "text")
-    ranks = start(_dying, (free_port(), tmp_path), 2).processes
-    ranks[1].join()
-    ranks[0].join(5)
-    assert [rank.exitcode for rank in ranks] == [1, -signal.SIGKILL]
+    processes = start_ranks(_dying, 2, tmp_path).processes
+    processes[1].join()
+    processes[0].join(5)
+    assert [process.exitcode for process in processes] == [1, -signal.SIGKILL]
     told = (tmp_path / "stderr-0.txt").read_text()
-    lost = f"rank 1 (process {ranks[1].pid} on {socket.gethostname()})"
+    lost = f"rank 1 (process {processes[1].pid} on {socket.gethostname()})"
     assert told.startswith(f"dither: error: Rank 0 of 2 lost {lost} in step 5 (Connection ")
     assert told.count("\n") == 1
     assert Status.load(tmp_path / "run").state == "failed"
@@ -138,14 +133,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text").mkdir()
     for number in range(60):
         (folder / "text" / f"{number}.txt").write_text(f"{number} bottles of beer on the wall, take {number % 7} down. " * 5)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     train(settings(folder / "text", folder / "one"))
     train(settings(folder / "text", folder / "one delayed", *DELAYED))
-    torch.set_num_threads(threads)
     shutil.copytree(folder / "one", folder / "resumed")
     checkpoint.drop(folder / "resumed" / "checkpoints", after=3)
-    wait(start(_rank, (free_port(), folder), 2))
+    ranks(2, _train, folder)
     return folder
 
 

@@ -13,6 +13,7 @@ import json
 import shutil
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,20 +22,27 @@ import pytest
 import torch
 import torch.distributed as dist
 from made_once import made_once
-from worlds import Forked, environment, free_port, needs_gloo, start, wait
+from sweeps import only
+from torch import Tensor, nn
+from worlds import Forked, ranks
 
+import dither
 from dither import UserError, checkpoint, cli
-from dither.data import Loader
-from dither.models import PRESETS, LlamaConfig
+from dither.checkpoint import SavedTensors, pack, unpack
+from dither.data import Loader, open_tokens
+from dither.models import PRESETS, LlamaConfig, build
+from dither.spec.schedule import PlanSchedule
 from dither.train import Config, Parallel, Status, train
 from dither.train import config as configs
 from dither.train import trainer as trainers
+from dither.train.config import dumps
+from dither.train.files import TOKENS
 from dither.train.goals import check_layout
 from dither.train.layout import RankLayout
-from dither.train.pipeline import blocks_per_stage
-from dither.train.ranks import TIMEOUT, Ranks
-
-pytestmark = needs_gloo
+from dither.train.pipeline import blocks_per_stage, stage_of
+from dither.train.plans import RunPlans
+from dither.train.ranks import Ranks
+from dither.train.trainer import Trainer
 
 FP32 = ("precision.mode=fp32",)
 FP8 = (*FP32, "precision.recipe=fp8-block")
@@ -110,20 +118,11 @@ def losses(out: Path, kind: str = "train") -> list[float]:
     return [line["loss"] for line in {line["step"]: line for line in lines if line["kind"] == kind}.values()]
 
 
-def _ranks(rank: int, world: int, port: int, folder: Path, runs: list[tuple[str, int, list[str], bool]]) -> None:
-    """Train several runs, one after the other: starting processes takes longest."""
-    environment(rank, world, port)
-    if world > 1:
-        dist.init_process_group("gloo", timeout=TIMEOUT)
+def train_each(folder: Path, *runs: tuple[str, int, list[str]]) -> None:
+    """Train several runs, one after the other: name, sequences per step, settings."""
     with wide_preset():
-        for out, batch, more, resume in runs:
-            train(settings(folder, out, batch, *more), resume=resume)
-    if world > 1:
-        dist.destroy_process_group()
-
-
-def in_ranks(world: int, folder: Path, *runs: tuple[str, int, list[str], bool]) -> None:
-    wait(start(_ranks, (world, free_port(), folder, list(runs)), world), 1200)
+        for out, batch, more in runs:
+            train(settings(folder, out, batch, *more))
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +144,7 @@ UNITS = {"bf16-sr": 2.0**-8}
 
 def alone(folder: Path, out: str, batch: int, *more: str, perturbed: int = 0, unit: float = 2.0**-23) -> list[float]:
     """Train in this process, unless that was done; return the losses. `perturbed` is the seed of a perturbation, or 0."""
-    original, threads = trainers._model, torch.get_num_threads()
+    original = trainers._model
 
     def perturb(*arguments: Any) -> Any:
         model, generator = original(*arguments), torch.Generator().manual_seed(perturbed)
@@ -155,10 +154,8 @@ def alone(folder: Path, out: str, batch: int, *more: str, perturbed: int = 0, un
         return model
 
     if not (folder / out / "metrics.jsonl").exists():
-        torch.set_num_threads(1)
         with wide_preset(), mock.patch.object(trainers, "_model", perturb if perturbed else original):
             train(settings(folder, out, batch, *more))
-        torch.set_num_threads(threads)
     return losses(folder / out)
 
 
@@ -187,7 +184,7 @@ def check_like_one(folder: Path, layout: str, method: str, steps: int) -> tuple[
 
 # The layouts ----------------------------------------------------------------------------------------------------------
 
-THIN = (("FSDP2", "snip", 3), ("TP", "gaussws", 2), ("PP", "snip", 3))
+THIN = (("FSDP2", "dynamic8", 2), ("PP", "snip", 3))
 """Layouts, methods and steps that ordinary tests train; the others are exhaustive. SNIP changes the plan at step 2."""
 
 
@@ -195,16 +192,16 @@ THIN = (("FSDP2", "snip", 3), ("TP", "gaussws", 2), ("PP", "snip", 3))
 def thin(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All runs of two ranks; one of them with all that a run does besides its steps."""
     runs = [
-        (f"{layout} {method} {steps}", LAYOUTS[layout][1], [*METHODS[method], *LAYOUTS[layout][2], f"run.steps={steps}"], False)
+        (f"{layout} {method} {steps}", LAYOUTS[layout][1], [*METHODS[method], *LAYOUTS[layout][2], f"run.steps={steps}"])
         for layout, method, steps in THIN
     ]
     zero_bubble = [*FP8, "parallel.pp=2", "parallel.schedule=zero-bubble", "run.steps=2"]
     watched = [*METHODS["gaussws"], "parallel.tp=2", *WATCHED, "run.steps=2", "parallel.checkpointing=full"]
-    runs += [("PP zero-bubble", 2, zero_bubble, False), ("watched", 2, watched, False)]
+    runs += [("PP zero-bubble", 2, zero_bubble), ("watched", 2, watched)]
 
     def train_all(made: Path) -> None:
         write_text(made)
-        in_ranks(2, made, *runs)
+        ranks(2, train_each, made, *runs)
 
     made = made_once(tmp_path_factory, "thin", train_all)
     for out, *_ in runs:
@@ -252,44 +249,18 @@ def test_outputs_of_a_model_that_is_cut(thin: Path) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_method_in_every_layout(folder: Path, layout: str) -> None:
     world, batch, more = LAYOUTS[layout]
-    runs = [(f"{layout} {method} 20", batch, [*METHODS[method], *more, "run.steps=20"], False) for method in METHODS]
-    in_ranks(world, folder, *runs)
+    runs = [(f"{layout} {method} 20", batch, [*METHODS[method], *more, "run.steps=20"]) for method in METHODS]
+    ranks(world, train_each, folder, *runs, seconds=1200)
     for method in METHODS:
         difference, bound = check_like_one(folder, layout, method, 20)
         print(f"{layout:<16} {method:<10} {difference:.1e} of {bound:.1e}")  # the table of docs/parallel.md, by pytest -s
 
 
-# Checkpoints ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_run_resumes_in_another_layout(folder: Path) -> None:
-    """Saved by 4 ranks (FSDP2 x TP) after a step, and resumed by 1, by 3, and by a pipeline of 2: the same second step."""
-    more, three = [*FP8, "precision.states=dynamic8", "run.steps=2", "run.save_every=1"], ["data.micro_batch=3"]
-    in_ranks(4, folder, ("saved", 6, [*more, *three, "parallel.dp_shard=2", "parallel.tp=2"], False))
-    outs = {
-        "one": (1, three),
-        "two": (2, [*three, "parallel.pp=2"]),
-        "three": (3, ["data.micro_batch=2", "parallel.dp_shard=3"]),
-    }
-    for out, (world, layout) in outs.items():
-        shutil.copytree(folder / "saved", folder / out)
-        checkpoint.drop(folder / out / "checkpoints", after=1)
-        in_ranks(world, folder, (out, 6, [*more, *layout], True))
-    saved, _ = checkpoint.load(folder / "saved" / "checkpoints" / "step-00000001")
-    assert any(name.endswith("exp_avg_scale") for name in saved)
-    found = {out: losses(folder / out) for out in outs}
-    assert {each[0] for each in found.values()} == {losses(folder / "saved")[0]}
-    # Only the sums of gradients have another order after it.
-    assert found["two"] == found["one"]
-    assert found["three"] == pytest.approx(found["one"], rel=1e-6)
-
-
 # Data -----------------------------------------------------------------------------------------------------------------
 
 
-def _samples(rank: int, world: int, port: int, folder: Path) -> None:
-    environment(rank, world, port)
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+def samples(folder: Path) -> list[tuple[int, int, Any]]:
+    """Return the steps, first rows and tokens of the batches that this rank reads."""
     original, seen = Loader.batch, []
 
     def batch(self: Loader, step: int, *arguments: Any, **named: Any) -> Any:
@@ -301,13 +272,11 @@ def _samples(rank: int, world: int, port: int, folder: Path) -> None:
     with wide_preset():
         more = [*FP32, "parallel.tp=2", "run.steps=2", "run.eval_sequences=1", "run.save_every=0"]
         train(settings(folder, "samples", 4, *more, "data.micro_batch=2"))
-    (folder / f"samples-{rank}.json").write_text(json.dumps(sorted(seen)))
-    dist.destroy_process_group()
+    return sorted(seen)
 
 
 def test_ranks_of_a_tensor_parallel_group_see_the_same_samples(folder: Path) -> None:
-    wait(start(_samples, (4, free_port(), folder), 4))
-    seen = [json.loads((folder / f"samples-{rank}.json").read_text()) for rank in range(4)]
+    seen = ranks(4, samples, folder)
     assert seen[0] == seen[1] != seen[2] == seen[3]
     assert [first for step, first, _ in seen[0] + seen[2] if step == 0] == [0, 2]
 
@@ -315,9 +284,9 @@ def test_ranks_of_a_tensor_parallel_group_see_the_same_samples(folder: Path) -> 
 # Bad input ------------------------------------------------------------------------------------------------------------
 
 
-def _refused(rank: int, port: int, folder: Path) -> None:
-    environment(rank, 2, port)
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+def refused(folder: Path) -> dict[str, tuple[int, str]]:
+    """Return the exit codes and what this rank says, by mistake."""
+    rank = dist.get_rank()
     cases = {
         "ranks": ["parallel.dp_shard=2", "parallel.tp=2"],
         "heads": ["model.preset=three-heads", "parallel.tp=2"],
@@ -344,14 +313,12 @@ def _refused(rank: int, port: int, folder: Path) -> None:
         ]
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()), wide_preset():
             code = cli.main([*words, "data.sequence=16", "data.batch=4", *more])
-        found[name] = [code, said.getvalue()]
-    (folder / f"refused-{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+        found[name] = code, said.getvalue()
+    return found
 
 
 def test_mistakes_are_one_sentence_of_one_rank(folder: Path) -> None:
-    wait(start(_refused, (free_port(), folder), 2))
-    first, second = (json.loads((folder / f"refused-{rank}.json").read_text()) for rank in (0, 1))
+    first, second = ranks(2, refused, folder)
     said = {
         "ranks": "parallel.dp_shard=2 x parallel.tp=2 needs a multiple of 4 ranks, and there are 2",
         "heads": "3 attention heads cannot be divided by tp=2",
@@ -425,3 +392,145 @@ def test_exchanges_that_do_not_fit() -> None:
     odd = configs.override(Config(), ["parallel.tp=2", "data.sequence=15", "precision.mode=fp32"])
     with pytest.raises(UserError, match=r"In \[parallel\]: data.sequence=15 cannot be divided by tp=2"):
         check_layout(odd, 2)
+
+
+# A checkpoint of 4 ranks (FSDP2 x TP), restored in other layouts -------------------------------------------------------
+
+
+EVERYTHING = (*METHODS["snip"], "precision.states=dynamic8", "precision.sampling.parts=qkv")
+SAVED = {**METHODS, "everything": EVERYTHING}
+BATCH = 12
+"""Sequences per step: each of 1, 2 or 3 data-parallel ranks has an even number of them, as pipelines of two ranks need."""
+
+RESTORED = {
+    "one": (1, ()),
+    "DDP 2": (2, ()),
+    "DDP 3": (3, ()),
+    "FSDP2 2": (2, ("parallel.dp_shard=2",)),
+    "FSDP2 3": (3, ("parallel.dp_shard=3",)),
+    "TP 2": (2, ("parallel.tp=2",)),
+    "PP 2": (2, ("parallel.pp=2",)),
+    "FSDP2 x PP 4": (4, ("parallel.dp_shard=2", "parallel.pp=2")),
+    "TP x PP 4": (4, ("parallel.tp=2", "parallel.pp=2")),
+}
+STEPS = 3
+"""Steps before the checkpoint: SNIP's plan and its state are in it."""
+
+
+def name_of(method: str) -> str:
+    return f"saved {method}"
+
+
+def restored(folder: Path, method: str, layout: str) -> tuple[int, int, Any]:
+    """Restore the checkpoint and save it again. Return this data-parallel rank, their number, and the next samples."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    saved = folder / name_of(method)
+    with wide_preset():
+        config = settings(folder, name_of(method), BATCH, *SAVED[method], *RESTORED[layout][1], f"run.steps={STEPS + 1}")
+        mine = Ranks(torch.device("cpu"), rank, world)
+        place = RankLayout.of(config, mine)
+        trainer = Trainer(config, open_tokens(saved / TOKENS, verify=False), mine, layout=place, initial=False)
+        trainer.restore(saved / "checkpoints" / f"step-{STEPS:08d}")
+    batches = [trainer.loader.batch(trainer.done + trainer.offset + n, place.data_rank, place.data_world) for n in range(3)]
+    tensors, plain = trainer.pack(dumps(config), 0.0)
+    if place.cut or rank == 0:
+        again = folder / f"again {method} {layout}"
+        checkpoint.save(again, STEPS, tensors=tensors, plain=plain, group=place.saving_group)
+    return place.data_rank, place.data_world, [batch.tokens.tolist() for batch in batches]
+
+
+def without_times(plain: dict[str, Any]) -> dict[str, Any]:
+    """Return plain values without the config, which names the layout, and the time."""
+    others = {key: value for key, value in plain["others"].items() if key not in ("config", "time")}
+    return plain | {"others": others}
+
+
+@pytest.mark.parametrize(
+    ("method", "layouts"),
+    [
+        ("everything", ("one", "FSDP2 3", "PP 2")),
+        *(only((method, tuple(RESTORED)), False) for method in ("gaussws", "bf16-sr", "dynamic8", "adam-mini", "snip")),
+    ],
+)
+def test_a_checkpoint_is_restored_in_other_layouts(folder: Path, method: str, layouts: tuple[str, ...]) -> None:
+    saved = folder / name_of(method)
+    more = [*SAVED[method], f"run.steps={STEPS}", f"run.save_every={STEPS}", f"data.micro_batch={BATCH // 2}"]
+    ranks(4, train_each, folder, (saved.name, BATCH, [*more, "parallel.dp_shard=2", "parallel.tp=2"]), seconds=600)
+    for layout in layouts:
+        check_restored(folder, method, layout)
+
+
+def check_restored(folder: Path, method: str, layout: str) -> None:
+    saved = folder / name_of(method)
+    world = RESTORED[layout][0]
+    found_by = ranks(world, restored, folder, method, layout) if world > 1 else [restored(folder, method, layout)]
+    path = f"step-{STEPS:08d}"
+    tensors, plain = checkpoint.load(saved / "checkpoints" / path)
+    found, values = checkpoint.load(folder / f"again {method} {layout}" / path)
+    assert without_times(values) == without_times(plain)
+    assert found.keys() == tensors.keys()
+    assert any("exp_avg" in name for name in tensors)
+    for name, tensor in tensors.items():
+        if not name.startswith("rng:"):  # torch's generators are seeded in each step
+            assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+            assert torch.equal(found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+    # Samples of all data-parallel ranks, in order, are those of the run that saved.
+    shares: dict[int, Any] = {}
+    for data_rank, _, samples in found_by:
+        assert shares.setdefault(data_rank, samples) == samples
+    assert sorted(shares) == list(range(found_by[0][1]))
+    with wide_preset():
+        config = settings(folder, saved.name, BATCH, *SAVED[method])
+        single = Trainer(config, open_tokens(saved / TOKENS, verify=False), Ranks(torch.device("cpu")))
+    for number in range(3):
+        together = [row for part in sorted(shares) for row in shares[part][number]]
+        assert together == single.loader.batch(STEPS + number).tokens.tolist()
+
+
+def test_a_checkpoint_that_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
+    """Weights are read one at a time, and verified before the states of the optimizer are replaced."""
+
+    def trained(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(steps)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        optimizer = dither.optim.AdamW(model.named_parameters(), lr=0.1)
+        for _ in range(steps):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+        return model, optimizer
+
+    model, optimizer = trained(2)
+    tensors, plain = pack(model, optimizer, step=2)
+    path = checkpoint.save(tmp_path, 2, tensors=tensors, plain=plain)
+    other, its = trained(1)
+    before = {name: tensor.clone() for name, tensor in pack(other, its, step=1)[0].items()}
+    read = SavedTensors.read
+
+    def broken(source: SavedTensors, name: str, like: Tensor | None = None) -> Tensor:
+        if name == "model:1.bias":
+            raise UserError("its SHA-256 is not the saved one")
+        return read(source, name, like)
+
+    with SavedTensors(path) as saved:
+        with mock.patch.object(SavedTensors, "read", broken), pytest.raises(UserError, match="its SHA-256"):
+            unpack(other, its, saved, saved.plain)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in pack(other, its, step=1)[0].items())
+        unpack(other, its, saved, saved.plain)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in pack(other, its, step=2)[0].items())
+
+
+def test_a_stage_takes_the_rules_of_its_layers() -> None:
+    model = build("tiny")
+    conversion = dither.convert(model, "fp8-block")
+    stage = stage_of(model, [1])
+    conversion = conversion.stage(stage)
+    fp4 = dither.recipe("fp4-block").default
+    first = dither.recipe("fp8-block")
+    later = replace(first, layers=(("model.layers.0.*", fp4), ("model.layers.1.mlp.*", fp4)))
+    plans = RunPlans(conversion, PlanSchedule([(0, first), (2, later)], 4), None, compiled=False, say=lambda _: None)
+    assert [event.plan for event in plans.before_step(2, list, lambda: None)] == [later]
+    assert stage.blocks[1].mlp.down_proj.precision == fp4
+    assert stage.blocks[1].self_attn.q_proj.precision == first.default
+    wrong = replace(first, layers=(("model.layers.7.*", fp4),))
+    with pytest.raises(UserError, match=r"The plan's rule 'model.layers.7.\*' matches no converted layer"):
+        plans.apply(wrong)

@@ -2,7 +2,7 @@
 
     make soak                                       # under twenty minutes on two cores
     make soak SOAK='--scale 10'                     # ten times as many of each
-    make soak SOAK='--write docs/reliability.md'    # and write the scoreboard into the docs
+    make soak SOAK='--write docs/results/soak.md'    # and write the scoreboard into the docs
     python tests/soak/soak.py kills --scale 0.1
     python tests/soak/soak.py kills=0.1 saves=0.5        # a scale of its own for each part
 

@@ -319,7 +319,7 @@ def sharded(text: Path, folder: Path, count: int) -> list[Score]:
 
     def work() -> int:
         attempt, rank = attempt_number()
-        kind, draw = ("step", "save")[attempt % 2], random.Random(attempt)
+        kind, draw = ("save", "step")[attempt % 2], random.Random(attempt)
         if rank == 0:
             unfinished = bool(checkpoint.leftovers(out / "checkpoints"))
             (folder / f"attempt-{attempt}").write_text("unfinished" if unfinished else "")

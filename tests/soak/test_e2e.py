@@ -82,7 +82,6 @@ def test_a_covering_leaves_out_what_is_forbidden():
 
 @pytest.mark.sampled(
     without=[
-        "bf16-sr, nvfp4, Adam-mini, gaussws-od, eager, x3, gpt2",
         "fp16, fp8-block-2d, bf16 states, snip, eager, x3, huggingface",
         "fp32, fp8-block, dynamic8 states, inputs, snip, eager, x3, huggingface",
     ]

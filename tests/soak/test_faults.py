@@ -5,7 +5,6 @@ import random
 import re
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import hostile
@@ -17,11 +16,9 @@ import dither
 from dither import UserError, cli, report
 from dither.files import MOST, Refused, read_text
 
-FAULTS = {"sharded": 0.1, "disks": 0.06, "kills": 0.02, "worlds": 0.5, "saves": 0.06, "differences": 0.03}
-FAULTS |= {"damage": 0.015, "shards": 0.1, "signals": 0.2, "races": 0.05}
-"""Parts of the soak and how many times its counts: 2 kills of a rank with half of the model, 3 disks, 4 kills, 2 processes, 30
-saves, 3 differences of ranks, 150 flips, a shard, 2 signals, 50 races. The longest come first. Only `make soak` has frozen
-ranks, signals in every phase, and all at once."""
+FAULTS = {"sharded": 0.05, "disks": 0.02, "kills": 0.005, "saves": 0.03, "damage": 0.015, "races": 0.05}
+"""Parts of the soak and how many times its counts: a kill of a rank with half of the model, a full disk, a kill, 15 saves, 150
+flips, 50 races. The longest come first. The other parts are in `make soak` alone."""
 
 HOSTILE = {"configs": 36, "plans": 6, "tokenizers": 10, "data": 18, "checkpoints": 12, "models": 6, "runs": 12}
 """How many of each kind, drawn with a fixed seed."""
@@ -57,11 +54,8 @@ def test_the_scoreboard_is_written_into_the_docs(tmp_path: Path, monkeypatch: py
 
 
 @pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[hostile.Good]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield hostile.good(tmp_path_factory.mktemp("hostile") / "good")
-    torch.set_num_threads(before)
+def known(tmp_path_factory: pytest.TempPathFactory) -> hostile.Good:
+    return hostile.good(tmp_path_factory.mktemp("hostile") / "good")
 
 
 FOUND = (
@@ -98,12 +92,12 @@ def test_hostile_input(case: hostile.Case, known: hostile.Good, tmp_path: Path) 
     assert hostile.attempt(case, tmp_path / "case", known) == ""
 
 
-def test_there_are_enough_cases() -> None:
-    assert sum(HOSTILE.values()) >= 100
-    assert {case.name for case in chosen()} >= set(FOUND)
-    names = [case.name for cases in hostile.KINDS.values() for case in cases()]
-    assert len(names) >= 300
-    assert len(set(names)) == len(names)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", list(hostile.slow_cases()), ids=lambda case: ascii(case.name))
+def test_slow_input(case: hostile.Case, known: hostile.Good, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Input below 1 MB is answered within five seconds of CPU time, and nothing is printed past the error."""
+    assert hostile.attempt(case, tmp_path / "case", known) == ""
+    assert "panicked" not in capfd.readouterr().err
 
 
 def test_the_hostile_cases_can_fail(known: hostile.Good, tmp_path: Path) -> None:

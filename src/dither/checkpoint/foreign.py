@@ -396,7 +396,7 @@ def is_dcp(path: str | Path) -> bool:
     False
     """
     path = Path(path)
-    if any(os.path.isfile(path / name) for name in (MANIFEST, "config.toml", "config.json")):
+    if not os.path.isdir(path) or any(os.path.isfile(path / name) for name in (MANIFEST, "config.toml", "config.json")):
         return False
     return os.path.isfile(path / METADATA) or any(path.glob("*.safetensors"))
 

@@ -6,7 +6,7 @@ saved too.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -160,35 +160,32 @@ def unpack(
     """
     source = tensors if isinstance(tensors, TensorSource) else LoadedTensors(tensors)
     step = _check_keys(plain)
-    _check_layers(model, plain["layers"], stage)
-    stored_as = _check_weights(model, source, plain["same"], stage)
-    resting = {f"resting:{name}:{key}": (layer, key) for name, layer, key in resting_bitwidths(model)}
-    for name in (name for name in source.tensors if name.startswith("resting:") and name not in resting):
-        if (place := _resting_place(model, name, stage)) is not None:
-            resting[name] = place
+    copy_model = _checked_model(model, source, plain, stage)
     state = optimizer_state(optimizer, source, plain["optimizer"], stage)
     loss_scale = _check_scaler(scaler, plain["scaler"])
     generators = _check_generators(model, source)
     plan = plan_of(plain)
-    ours, tied = _model_state(model)
-    for name, stored in stored_as.items():
-        source.read(stored, ours[name])  # verified, before anything changes, and not kept: there is memory for one model only
+    copy_model(verify_only=True)
     _fits("optimizer state", type(optimizer).__name__, optimizer.load_state_dict, state)
     if scaler is not None and loss_scale:
         _fits("loss scale", type(scaler).__name__, scaler.load_state_dict, loss_scale)
-    for name, stored in stored_as.items():
-        ours[name].copy_(source.read(stored, ours[name]))
-    model.load_state_dict(ours | {name: ours[first] for name, first in tied.items()})  # modules note that they were loaded
-    for name, (layer, key) in resting.items():
-        if name in source.tensors:
-            found = source.read(name, layer.resting_bitwidths.get(key))
-            layer.resting_bitwidths[key] = nn.Parameter(found.to(layer.weight.device, copy=True))
-        else:
-            del layer.resting_bitwidths[key]
+    copy_model()
     for kind, saved in generators.items():
         put = torch.set_rng_state if kind == "cpu" else torch.cuda.set_rng_state
         _fits("generator", kind, put, saved)
     return Resumed(step, plan, plain["others"])
+
+
+def restore_model(model: nn.Module, tensors: TensorSource, plain: Mapping[str, Any]) -> None:
+    """Restore the weights, histories and bitwidths that `pack` returned into a model that was built like the saved one.
+
+    Args:
+        model: The model.
+        tensors: An open checkpoint.
+        plain: The plain values.
+    """
+    _check_keys(plain)
+    _checked_model(model, tensors, plain, stage=False)()
 
 
 def plan_of(plain: Mapping[str, Any]) -> Plan | None:
@@ -197,6 +194,35 @@ def plan_of(plain: Mapping[str, Any]) -> Plan | None:
 
 
 # The model ------------------------------------------------------------------------------------------------------------
+
+
+def _checked_model(model: nn.Module, source: TensorSource, plain: Mapping[str, Any], stage: bool) -> Callable[..., None]:
+    """Raise unless the tensors of a checkpoint fit a model. Return the function that copies them into it, one at a time."""
+    _check_layers(model, plain["layers"], stage)
+    stored_as = _check_weights(model, source, plain["same"], stage)
+    resting = {f"resting:{name}:{key}": (layer, key) for name, layer, key in resting_bitwidths(model)}
+    for name in (name for name in source.tensors if name.startswith("resting:") and name not in resting):
+        if (place := _resting_place(model, name, stage)) is not None:
+            resting[name] = place
+
+    @torch.no_grad()
+    def copy(verify_only: bool = False) -> None:
+        ours, tied = _model_state(model)
+        for name, stored in stored_as.items():
+            value = source.read(stored, ours[name])  # verified; not kept, since there is memory for one model only
+            if not verify_only:
+                ours[name].copy_(value)
+        if verify_only:
+            return
+        model.load_state_dict(ours | {name: ours[first] for name, first in tied.items()})  # modules note that they were loaded
+        for name, (layer, key) in resting.items():
+            if name in source.tensors:
+                found = source.read(name, layer.resting_bitwidths.get(key))
+                layer.resting_bitwidths[key] = nn.Parameter(found.to(layer.weight.device, copy=True))
+            else:
+                del layer.resting_bitwidths[key]
+
+    return copy
 
 
 def _model_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:

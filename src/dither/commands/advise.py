@@ -17,7 +17,7 @@ from dither.train.config import toml
 SHOWN, OTHERS = 15, 4
 """Rows of the table of precisions, and of the table of other layouts."""
 
-DEVIATION = "Published runs reached 0.82 to 1.18 times the speed that these formulas predict: docs/scaling.md compares them."
+DEVIATION = "Published runs reached 0.82 to 1.18 times the speed that these formulas predict: docs/many-gpus.md compares them."
 
 
 def advise(
@@ -37,7 +37,7 @@ def advise(
     """Rank precisions and layouts for a model on many GPUs, with the config to run.
 
     Memory per GPU, communication, step time and cost follow from sizes alone: no model is built, and no GPU is needed.
-    docs/scaling.md has the formulas, and compares them with measured runs.
+    docs/many-gpus.md has the formulas, and compares them with measured runs.
 
     Args:
         gpus: Number of GPUs.

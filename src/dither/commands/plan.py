@@ -10,14 +10,14 @@ from typing import Annotated, Any, Literal
 import tyro
 from torch import Tensor, nn
 
-from dither import checkpoint
 from dither.console import ProgressBars, counter, print_table
 from dither.data import Batch
 from dither.errors import UserError
 from dither.models import PRESETS, hf, preset
+from dither.models.open import find_model
 from dither.models.presets import skeleton
 from dither.nn import Linear
-from dither.nn.convert import Fallback
+from dither.nn.sites import Fallback
 from dither.snip.divergence import Scores
 from dither.snip.dry_run import Forward
 from dither.snip.effort import passes_of
@@ -33,7 +33,7 @@ from dither.snip.solver import frontier as frontier_of
 from dither.spec import Plan, did_you_mean
 from dither.spec.random import Stream
 from dither.train import config
-from dither.train.files import CHECKPOINTS, CONFIG
+from dither.train.files import CONFIG
 from dither.train.ranks import joined
 from dither.train.trainer import Trainer, open_corpus
 
@@ -302,8 +302,8 @@ class _Opened:
 @contextmanager
 def _opened(path: str, device: str | None, emulate: bool, fallback: Fallback | None, bars: ProgressBars) -> Iterator[_Opened]:
     """Restore the newest whole checkpoint of a run, or the checkpoint at the path."""
-    given = Path(path)
-    folder = next((each for each in (given, given.parent.parent) if (each / CONFIG).is_file()), None)
+    found = find_model(path)
+    folder = found.run
     if folder is None:
         kinds = f"neither the folder of a run, with a {CONFIG}, nor a checkpoint of one"
         raise UserError(f"{path!r} is {kinds}: name what `dither train` wrote.")
@@ -316,11 +316,8 @@ def _opened(path: str, device: str | None, emulate: bool, fallback: Fallback | N
         if ranks.world > 1:
             raise UserError("dither plan runs in one process: start it without torchrun.")
         with bars.stage(f"Reading {path}"):
-            point = given if folder != given else checkpoint.newest(folder / CHECKPOINTS)[0]
-            if point is None:
-                raise UserError(f"The run {path!r} has no whole checkpoint yet: train it for a while first.")
             job = Trainer(run, open_corpus(run, folder, ranks), ranks, initial=False)
-            job.restore(point)
+            job.restore(found.path)
         yield _Opened(job, bars)
 
 

@@ -12,11 +12,11 @@ from typing import Annotated, Literal
 
 import tyro
 
-from dither.checkpoint.foreign import is_dcp
 from dither.commands.launch import launch
 from dither.console import print_table
 from dither.data.tokenizer import TOKENIZER
 from dither.errors import DitherError, UserError
+from dither.models.open import find_model
 from dither.report.figures import line_images
 from dither.train import config as configs
 from dither.train.config import Config, Model
@@ -24,7 +24,6 @@ from dither.train.files import CONFIG, TOKENS
 from dither.train.loop import Outcome
 from dither.train.loop import train as run
 from dither.train.records import Progress, duration
-from dither.train.weights import checkpoint_of
 
 Words = tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]]
 """Words after an option, which may be repeated."""
@@ -184,17 +183,15 @@ def _starting_from(path: Path, base: Config, own: bool) -> Config:
 
     `own` keeps the other fields of `base`, else those of a run are used.
     """
-    if os.path.isfile(path / "config.json"):
+    found = find_model(path)
+    if found.kind == "folder":
         _check_model(base.model, Model(hf=str(path)), path)
         return _with_tokenizer(replace(base, model=replace(base.model, hf=str(path))), path / TOKENIZER)
-    if is_dcp(path):
-        return replace(base, model=replace(base.model, weights=str(path)))
-    found, skipped = checkpoint_of(path)
-    for why in skipped:
+    for why in found.skipped:
         print(why, file=sys.stderr)
-    folder = found.parent.parent
-    if not os.path.isfile(folder / CONFIG):
-        return replace(base, model=replace(base.model, weights=str(found)))
+    folder = found.run
+    if folder is None:
+        return replace(base, model=replace(base.model, weights=str(found.path)))
     saved = _stored(folder)
     if saved.lora.rank is not None:
         raise UserError(
@@ -206,7 +203,7 @@ def _starting_from(path: Path, base: Config, own: bool) -> Config:
         base = replace(saved, run=replace(saved.run, out=Config().run.out))
     prepared = [Path(source) / TOKENIZER for source in saved.data.sources[:1]]
     tokenizer = next((file for file in (folder / TOKENS / TOKENIZER, *prepared) if os.path.isfile(file)), None)
-    return _with_tokenizer(replace(base, model=replace(saved.model, weights=str(found))), tokenizer)
+    return _with_tokenizer(replace(base, model=replace(saved.model, weights=str(found.path))), tokenizer)
 
 
 def _check_model(asked: Model, found: Model, path: Path) -> None:

@@ -14,7 +14,8 @@ completion that are texts follow each other as they are.
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -347,13 +348,12 @@ def split_conversations(
     train = json_rows(sources, skip, reading)
     if isinstance(held_out, int | float):
         fraction = check_fraction(held_out)
-        chats = (read_conversation(*row) for row in train)
-        return ((is_held_out(chat.text, fraction), chat) for chat in chats)
+        return ((is_held_out(chat.text, fraction), chat) for chat in _read(train))
     held = json_rows(held_out, skip, reading)
+    return ((side, chat) for side, rows in ((False, train), (True, held)) for chat in _read(rows))
 
-    def both() -> Iterator[tuple[bool, Conversation]]:
-        for side, rows in ((False, train), (True, held)):
-            for row in rows:
-                yield side, read_conversation(*row)
 
-    return both()
+def _read(rows: Generator[tuple[object, str], None, None]) -> Iterator[Conversation]:
+    with closing(rows):  # at once, also if a conversation is wrong
+        for row in rows:
+            yield read_conversation(*row)

@@ -18,7 +18,7 @@ import re
 import stat
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -289,7 +289,9 @@ def _readable(path: Path) -> Iterator[None]:
         raise UserError(f"{str(path)!r} cannot be read: {error.strerror or first_line(error)}.") from None
 
 
-def json_rows(sources: Sources, skip: Skip | None = None, reading: Reading | None = None) -> Iterator[tuple[object, str]]:
+def json_rows(
+    sources: Sources, skip: Skip | None = None, reading: Reading | None = None
+) -> Generator[tuple[object, str], None, None]:
     """Return an iterator of (value, place in words) over the lines of files of JSON lines, in the order of the sources.
 
     A missing source raises a UserError at once. Other files of folders and globs are left out; a file that is named must be
@@ -316,7 +318,7 @@ def json_rows(sources: Sources, skip: Skip | None = None, reading: Reading | Non
     for _, files in parts:
         counted.expect(files)
 
-    def read() -> Iterator[tuple[object, str]]:
+    def read() -> Generator[tuple[object, str], None, None]:
         for source, files in parts:
             for path in files:
                 if not re.search(r"\.(jsonl|ndjson)(\.(xz|gz|zst))?$", path.name.lower()):

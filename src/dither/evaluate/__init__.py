@@ -1,5 +1,9 @@
 """Evaluate language models: see docs/evaluation.md."""
 
+from dither.evaluate.deployment import Deployment as Deployment
+from dither.evaluate.deployment import deploy as deploy
+from dither.evaluate.deployment import deploy_blocks as deploy_blocks
+from dither.evaluate.deployment import plan_from_bitwidths as plan_from_bitwidths
 from dither.evaluate.held_out import Perplexity as Perplexity
 from dither.evaluate.held_out import TaskScore as TaskScore
 from dither.evaluate.held_out import perplexity as perplexity

@@ -2,7 +2,8 @@
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,32 @@ from torch import Tensor, nn
 from dither.console import Tick
 from dither.data import Batch, Tokens, held_out
 from dither.errors import UserError
-from dither.nn.deployment import evaluating
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Set eval mode without gradients inside the context, and restore the mode of every module afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def replaced(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Replace parameters by name inside the context, and restore them afterwards."""
+    old = {name: model.get_parameter(name).data for name in weights}
+    try:
+        for name, weight in weights.items():
+            model.get_parameter(name).data = weight
+        yield
+    finally:
+        for name, data in old.items():
+            model.get_parameter(name).data = data
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dither.errors import UserError
-from dither.nn.deployment import evaluating
+from dither.evaluate.held_out import evaluating
 
 LOGITS = 1 << 27
 """Default number of logits per forward pass, 0.5 GiB in float32."""

@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import save_file
 
 from dither.errors import UserError
+from dither.evaluate.held_out import evaluating
 from dither.exporting.layers import Layout
 from dither.exporting.record import TOLERANCE, require, sample_tokens
 from dither.exporting.tokenizer_files import AnyTokenizer, write_tokenizer
 from dither.models import CausalLM
 from dither.models.folder_files import appearing, write_json
-from dither.nn.deployment import evaluating
-from dither.train.lora import adapter_tensors, merged_model, peft_config
+from dither.models.lora import adapter_tensors, merged_model, peft_config
 from dither.train.lora_settings import Lora
 
 CONFIG, WEIGHTS, RECORD = "adapter_config.json", "adapter_model.safetensors", "dither_export.json"

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from dither.console import Stage, silent
 from dither.errors import UserError
+from dither.evaluate.deployment import Evaluate, plan_from_bitwidths
+from dither.evaluate.held_out import evaluating
 from dither.exporting.formats import AUTO, DENSE, FORMATS, check_format, format_of
 from dither.exporting.gguf import GGUF, read_gguf, write_new_file
 from dither.exporting.layers import Choice, EncodedLayer, Engine, Layout, choose, encode
@@ -27,7 +29,6 @@ from dither.models.folder_files import CONFIG, INDEX, WEIGHTS, appearing, check_
 from dither.models.presets import empty
 from dither.models.transformers_models import HuggingFace
 from dither.nn.convert import convert
-from dither.nn.deployment import Evaluate, evaluating, plan_from_bitwidths
 from dither.nn.linear import Linear
 from dither.nn.sites import converted_layers, linear_of
 from dither.spec import LayerPrecision, Plan

@@ -19,8 +19,7 @@ from dither.exporting.formats import GGUF_NAMES
 from dither.exporting.layers import Layout
 from dither.exporting.record import ExportedLayer, require
 from dither.exporting.tokenizer_files import AnyTokenizer, end_of, json_of
-from dither.nn.deployment import _weight
-from dither.nn.sites import find_sites, output_layers
+from dither.nn.sites import find_sites, output_layers, weight_of
 from dither.ops import quantize
 
 GGUF: Mapping[str, str] = dict(zip(GGUF_NAMES, ("F16", "Q8_0", "MXFP4"), strict=True))
@@ -69,7 +68,7 @@ def write_gguf(layout: Layout, path: Path, format: str, tokenizer: AnyTokenizer 
         writer.add_tokenizer_model("none")
     else:
         _add_tokenizer(writer, tokenizer, layout.vocab_size)
-    weights = {_weight(site)[0]: site for site in find_sites(layout.model)}
+    weights = {weight_of(site)[0]: site for site in find_sites(layout.model)}
     output = set(output_layers(layout.model, list(weights.values())))
     layers = []
     for name, tensor in layout.tensors().items():

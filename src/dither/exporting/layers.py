@@ -18,8 +18,7 @@ from dither.exporting.formats import FORMATS, WeightFormat
 from dither.models import CausalLM
 from dither.models.hub import huggingface_config
 from dither.models.transformers_models import HuggingFace, stored_names
-from dither.nn.deployment import _weight
-from dither.nn.sites import Site, experts_beside, find_sites, output_layers, tuner_of
+from dither.nn.sites import Site, experts_beside, find_sites, output_layers, tuner_of, weight_of
 
 
 class Layout:
@@ -148,7 +147,7 @@ def choose(layout: Layout, wanted: Callable[[str], str], engine: Engine = "any")
     output = set(output_layers(model, sites))
     choices = []
     for site in sites:
-        parameter, weight, axis = _weight(site)
+        parameter, weight, axis = weight_of(site)
         pieces = tuple(layout.pieces(parameter, tuple(weight.shape)) or ())
         format, reason = wanted(layout.prefix + site.name), ""
         if not site.parameter and (tuner := tuner_of(model, site.name)):
@@ -239,7 +238,7 @@ def encode(layout: Layout, choices: Sequence[Choice], scale_name: str = "weight_
     largest: dict[str, Tensor] = {}
     for choice in choices:
         if choice.format == "nvfp4" and not choice.site.parameter:
-            amax = _weight(choice.site)[1].abs().max().float()
+            amax = weight_of(choice.site)[1].abs().max().float()
             largest[choice.group] = torch.maximum(largest[choice.group], amax) if choice.group in largest else amax
     for choice in choices:
         if choice.format:
@@ -248,7 +247,7 @@ def encode(layout: Layout, choices: Sequence[Choice], scale_name: str = "weight_
 
 def _encoded(layout: Layout, choice: Choice, amax: Tensor | None, scale_name: str) -> EncodedLayer:
     format = FORMATS[choice.format]
-    weight = _weight(choice.site)[1].float()
+    weight = weight_of(choice.site)[1].float()
     codes = [format.quantize(matrix, amax) for matrix in (weight if weight.dim() == 3 else weight[None])]
     numbers = torch.stack([each.dequantize(torch.float32) for each in codes]).view(weight.shape)
     parts = [format.tensors(each, scale_name) for each in codes]

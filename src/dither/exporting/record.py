@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from dither.errors import UserError
+from dither.evaluate.held_out import evaluating
 from dither.models.folder_files import load_dequantized
-from dither.nn.deployment import evaluating
 from dither.spec import Plan
 
 

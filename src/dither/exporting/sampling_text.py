@@ -12,11 +12,11 @@ from torch import nn
 from dither.data import Tokenizer
 from dither.data.chat import SIMPLE
 from dither.errors import UserError
+from dither.evaluate.deployment import deploy
 from dither.exporting.sources import Source
 from dither.models.causal import CausalLM
 from dither.models.generation import generate
 from dither.nn.convert import convert
-from dither.nn.deployment import deploy
 from dither.spec import LayerPrecision, Plan
 from dither.spec.recipes import recipe
 from dither.train.evaluation import parse_cast

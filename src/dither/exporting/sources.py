@@ -1,6 +1,5 @@
 """Models to export or to generate with: of a run, a checkpoint or a Hugging Face folder, with tokenizer, plan and text."""
 
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,23 +16,21 @@ from dither.checkpoint.state import plan_of
 from dither.console import Stage, silent
 from dither.data import Corpus, Tokenizer, load_tokenizer
 from dither.errors import UserError
+from dither.evaluate.deployment import Evaluate, plan_from_bitwidths
 from dither.evaluate.held_out import perplexity
 from dither.exporting.folder import SLACK
-from dither.exporting.record import load
 from dither.exporting.tokenizer_files import AnyTokenizer
-from dither.models import CausalLM, HuggingFace, hf, load_pretrained
-from dither.models.folder_files import CONFIG as MODEL_CONFIG
-from dither.models.folder_files import read_json
+from dither.models import CausalLM
+from dither.models.lora import merged_model
+from dither.models.open import find_model, open_model
 from dither.nn.convert import convert
-from dither.nn.deployment import Evaluate, plan_from_bitwidths
 from dither.spec import Plan
 from dither.train.config import Config, RunSettings
-from dither.train.evaluation import _config_of, _other, checkpoint_of
-from dither.train.files import CONFIG, TOKENIZER_FILES
-from dither.train.lora import merged_model
+from dither.train.evaluation import _other, config_of
+from dither.train.files import TOKENIZER_FILES
 from dither.train.lora_settings import Lora
 from dither.train.ranks import joined
-from dither.train.trainer import Trainer, open_corpus
+from dither.train.trainer import open_corpus
 
 
 @dataclass(frozen=True)
@@ -108,48 +105,31 @@ def opened(
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dither-export-")))
         ranks = stack.enter_context(joined(device))
-        if os.path.isfile(path / MODEL_CONFIG):
-            model = _of_folder(path, few_bits, ranks.device)
+        found = find_model(path)
+        if found.kind != "checkpoint":
+            model = open_model(found, few_bits=few_bits, device=ranks.device).model
             yield _folder_source(path, model, given, tokenizer, data if text else (), scratch)
             return
-        where = checkpoint_of(path)
-        config = _config_of(where)
-        home = where.parent.parent
+        config, where = config_of(found), found.path
         notes: list[str] = []
         own: Corpus | None = None
         try:
-            own = open_corpus(config, home if os.path.isfile(home / CONFIG) else scratch, ranks)
+            own = open_corpus(config, found.run or scratch, ranks)
         except UserError as error:
             notes.append(f"The text of the run cannot be read: {error}")
         used = given or (own.tokenizer if own is not None else load_tokenizer(config.data.tokenizer))
         corpus = (_other(data, scratch / "other", used, whole=True) if data else own) if text else None
-        kept = home / TOKENIZER_FILES
+        kept = (found.run or where.parent.parent) / TOKENIZER_FILES
         files: AnyTokenizer = tokenizer if tokenizer is not None else kept if kept.is_dir() and given is None else used
         plan, provenance = _made(where, config)
         source = Source(where, None, used, files, corpus, config.data.sequence, plan, provenance, tuple(notes))  # type: ignore[arg-type]
         source = replace(source, template=None if own is None else own.template)
+        model = open_model(found, device=ranks.device, adapters="apart").model
         if config.lora.rank is None:
-            yield replace(source, model=load_pretrained(where, device=ranks.device))
+            yield replace(source, model=model)
             return
-        if own is None:
-            raise UserError(f"The adapters in {str(where)!r} cannot be opened: {notes[0]}")
-        trainer = Trainer(replace(config, run=replace(config.run, compile=False)), own, ranks, initial=False)
-        trainer.restore(where)
-        assert trainer.base is not None
-        base = str(trainer.base["path"])
-        yield replace(source, model=merged_model(trainer.model), adapted=trainer.model.eval(), lora=config.lora, base=base)
-
-
-def _of_folder(path: Path, few_bits: bool, device: torch.device) -> CausalLM:
-    quantization = read_json(path / MODEL_CONFIG).get("quantization_config")
-    if quantization is not None and not few_bits:
-        raise UserError(f"The weights in {str(path)!r} are in few bits already: name the run or the model they were made from.")
-    if quantization is not None:
-        return HuggingFace(load(path, quantized=quantization.get("quant_method") == "compressed-tensors").to(device))
-    try:
-        return load_pretrained(path, device=device)
-    except UserError:
-        return hf(str(path), device=device)  # transformers has more architectures
+        base = str(found.others["base"]["path"])
+        yield replace(source, model=merged_model(model), adapted=model.eval(), lora=config.lora, base=base)
 
 
 def _folder_source(
@@ -203,7 +183,7 @@ def deployment_plan(source: Source, slack: float = SLACK) -> Plan:
             )
         return plan
     tensors, _ = checkpoint.load(source.path)
-    sampled = load_pretrained(source.path)
+    sampled = open_model(source.path).model
     convert(sampled, plan, emulate=True)
     with torch.no_grad():
         for name, parameter in sampled.named_parameters():

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
-from dither.nn.deployment import bitwidth_range
+from dither.nn.bitwidths import bitwidth_range
 from dither.nn.linear import Linear
 from dither.nn.sites import converted_layers, linear_of
 from dither.nn.step import StepContext, step_context

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from dither.models.hub import load_pretrained as load_pretrained
     from dither.models.hub import save_pretrained as save_pretrained
     from dither.models.llama import Llama as Llama
+    from dither.models.open import find_model as find_model
+    from dither.models.open import open_model as open_model
     from dither.models.presets import build as build
     from dither.models.presets import flops_per_token as flops_per_token
     from dither.models.presets import parameter_count as parameter_count
@@ -35,6 +37,7 @@ __getattr__ = lazily(
         "gpt_neo": "GPTNeo",
         "hub": "load_pretrained save_pretrained",
         "llama": "Llama",
+        "open": "find_model open_model",
         "presets": "build flops_per_token parameter_count",
         "sizes": "PRESETS GPT2Config GPTNeoConfig LlamaConfig ModelConfig preset",
         "transformers_models": "HuggingFace hf",

@@ -24,7 +24,6 @@ from dither.errors import UserError
 from dither.models.causal import CausalLM
 from dither.models.folder_files import CONFIG, INDEX, WEIGHTS, appearing, read_json, short, write_json
 from dither.models.presets import check_place, empty, skeleton
-from dither.models.saved_runs import is_saved_run, load_saved
 from dither.models.sizes import GPT2Config, GPTNeoConfig, LlamaConfig, ModelConfig
 from dither.models.transformers_models import HuggingFace, stored_names
 from dither.nn.norms import wide_parameters
@@ -189,15 +188,13 @@ def huggingface_config(config: ModelConfig) -> dict[str, Any]:
 def load_pretrained(
     folder: str | os.PathLike[str], *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> CausalLM:
-    """Load a Llama, GPT-2 or GPT-Neo from a Hugging Face folder, or the model of a run or checkpoint of `dither train`.
-
-    A run gives the weights of its newest whole checkpoint: float32 masters where there are any, not converted, without noise.
+    """Load a Llama, GPT-2 or GPT-Neo from a Hugging Face folder; `open_model` opens models from any path.
 
     Features that our models lack, such as attention biases in a Llama or scaled rotary embeddings, raise a UserError;
     `hf(folder)` runs such models with transformers. Dropout in a config is ignored: models here train without dropout.
 
     Args:
-        folder: A folder with config.json and safetensors (one file or several), a run, or a checkpoint.
+        folder: A folder with config.json and safetensors, one file or several.
         device: Device of the model.
         dtype: Dtype of the parameters; None keeps that of the weights.
 
@@ -210,8 +207,6 @@ def load_pretrained(
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"A model is a folder with {CONFIG} and {WEIGHTS}, and there is no folder {str(folder)!r}.")
-    if is_saved_run(folder):
-        return load_saved(folder, device, dtype)
     family, config = _read_config(folder)
     with _opened(folder) as files:
         places = _renamed({name: (file, name) for file, opened in files.items() for name in opened.keys()}, family)  # noqa: SIM118

@@ -1,6 +1,8 @@
 """Layers in few bits, and the conversion of models to them."""
 
+from dither.nn.bitwidths import EffectivePrecision as EffectivePrecision
 from dither.nn.bitwidths import bitwidth_loss as bitwidth_loss
+from dither.nn.bitwidths import effective_precision as effective_precision
 from dither.nn.bitwidths import param_groups as param_groups
 from dither.nn.bitwidths import sampling_parameters as sampling_parameters
 from dither.nn.compile import GraphedPasses as GraphedPasses
@@ -8,12 +10,6 @@ from dither.nn.compile import capture_passes as capture_passes
 from dither.nn.compile import compile_blocks as compile_blocks
 from dither.nn.convert import Conversion as Conversion
 from dither.nn.convert import convert as convert
-from dither.nn.deployment import Deployment as Deployment
-from dither.nn.deployment import EffectivePrecision as EffectivePrecision
-from dither.nn.deployment import deploy as deploy
-from dither.nn.deployment import deploy_blocks as deploy_blocks
-from dither.nn.deployment import effective_precision as effective_precision
-from dither.nn.deployment import plan_from_bitwidths as plan_from_bitwidths
 from dither.nn.frozen import FrozenLinear as FrozenLinear
 from dither.nn.frozen import freeze_base as freeze_base
 from dither.nn.frozen import thaw_base as thaw_base
@@ -21,8 +17,5 @@ from dither.nn.layers import Conv1D as Conv1D
 from dither.nn.layers import GatedMLP as GatedMLP
 from dither.nn.linear import Linear as Linear
 from dither.nn.step import step_context as step_context
-from dither.nn.targets import Targets as Targets
-from dither.nn.targets import choose_targets as choose_targets
-from dither.nn.targets import measure_rise as measure_rise
 
 compile = compile_blocks

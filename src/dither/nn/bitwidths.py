@@ -1,19 +1,30 @@
-"""Guidance of learned bitwidths toward their target: weight decay in a parameter group of its own, or a term of the loss."""
+"""Learned bitwidths of sampled layers: what they are, and guidance toward their target.
 
+Guidance is weight decay in a parameter group of its own, or a term of the loss. Blocks at the edges of a weight count by the
+number of their weights.
+"""
+
+import math
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from rich import box
+from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from dither.console import printed
 from dither.errors import UserError
 from dither.nn.linear import Linear
 from dither.nn.sampling import BITWIDTHS
 from dither.spec import Sampling
+from dither.spec.bitwidths import DEPLOYABLE, capacity, deployable
+from dither.spec.formats import Format
 
 
 def _bitwidths(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Sampling]]:
@@ -139,3 +150,200 @@ def bitwidth_groups(model: nn.Module) -> list[dict[str, Any]]:
         if bitwidth.requires_grad:
             groups.setdefault(sampling.decay, []).append((name, bitwidth))
     return [{"params": members, "weight_decay": rate} for rate, members in groups.items()]
+
+
+# What was learned ------------------------------------------------------------------------------------------------------
+
+
+BIN = 0.25
+"""Width of the bins of a distribution of b_t, in bits."""
+
+
+@dataclass(frozen=True)
+class LearnedBitwidths:
+    """The bitwidths b_t of one layer, or of several together. Blocks are weighted by their number of weights."""
+
+    name: str
+    weights: int
+    mean: float
+    min: float
+    max: float
+    histogram: Mapping[int, float]
+    """Fraction of weights by b_t, rounded up."""
+    formats: Mapping[str, float]
+    """Fraction of weights by the narrowest format that carries their b_t."""
+    deviation: float = 0.0
+    """Standard deviation of b_t over weights."""
+    bins: Mapping[float, float] = field(default_factory=dict)
+    """Fraction of weights by b_t in bins of `BIN` bits, by the lower end of each bin, which belongs to it."""
+
+    @property
+    def bits(self) -> float:
+        """Return the bits per weight if each block has its own format, without scales."""
+        return sum(Format.parse(name).bits * share for name, share in self.formats.items())
+
+
+@dataclass(frozen=True)
+class EffectivePrecision:
+    """The bitwidths that a model has learned, per layer and in total. Prints as a table."""
+
+    layers: tuple[LearnedBitwidths, ...]
+    total: LearnedBitwidths
+    """All layers together."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, ready for JSON."""
+        return {"layers": [dict(vars(layer)) for layer in self.layers], "total": dict(vars(self.total))}
+
+    def __rich__(self) -> Table:
+        formats, steps = list(self.total.formats), list(self.total.histogram)
+        table = Table("layer", "weights", "mean", "min", "max", *(f"<= {b}" for b in steps), *formats, box=box.SIMPLE_HEAD)
+        for row in (*self.layers, self.total):
+            numbers = (f"{number:.2f}" for number in (row.mean, row.min, row.max))
+            shares = [*(row.histogram.get(b, 0.0) for b in steps), *(row.formats.get(name, 0.0) for name in formats)]
+            table.add_row(row.name, f"{row.weights:,}", *numbers, *(f"{share:.0%}" if share else "" for share in shares))
+        return table
+
+    def __str__(self) -> str:
+        return printed(self)
+
+
+def effective_precision(model: nn.Module, *, formats: Sequence[str] = DEPLOYABLE, slack: float = 0.0) -> EffectivePrecision:
+    """Return the learned bitwidths of a model's sampled layers: mean, extremes, histogram, and formats that carry them.
+
+    Args:
+        model: A model with sampled layers.
+        formats: The formats to choose from.
+        slack: Bits by which b_t may exceed the capacity of a format: guidance moves b_t toward b_target, and not quite there.
+
+    >>> import dither, torch
+    >>> from dither.spec import Sampling
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 64))
+    >>> _ = dither.convert(model, dither.Plan().with_sampling(Sampling(b_init=5, b_target=3)))
+    >>> with torch.no_grad():  # as if they had learned
+    ...     _ = model[0].bitwidth.copy_(torch.tensor([[0.0, 1.0]]))
+    >>> print(effective_precision(model))
+    layer   weights   mean   min    max    <= 3   <= 5   e2m1   e4m3
+    ──────────────────────────────────────────────────────────────────
+    0       2,048     4.00   3.00   5.00   50%    50%    50%    50%
+    2       2,048     5.00   5.00   5.00          100%          100%
+    total   4,096     4.50   3.00   5.00   25%    75%    25%    75%
+    """
+    learned = [(name, *learned_blocks(name, layer)) for name, layer in sampled_layers(model).items()]
+    layers = tuple(_summary(name, b_t, counts, formats, slack) for name, b_t, counts in learned)
+    every = torch.cat([b_t for _, b_t, _ in learned]), torch.cat([counts for *_, counts in learned])
+    return EffectivePrecision(layers, _summary("total", *every, formats, slack))
+
+
+def bitwidth_range(model: nn.Module) -> tuple[float, float, float]:
+    """Return mean, smallest and largest learned bitwidth of a model: those of `effective_precision`, without its histograms.
+
+    It waits for the device once, however many layers there are, so that a loop may log it often. Sharded bitwidths are
+    gathered, so all ranks call it.
+
+    >>> import dither, torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 64))
+    >>> _ = dither.convert(model, dither.Plan().with_sampling(Sampling(b_init=5, b_target=3)))
+    >>> with torch.no_grad():  # as if they had learned
+    ...     _ = model[0].bitwidth.copy_(torch.tensor([[0.0, 1.0]]))
+    >>> bitwidth_range(model)
+    (4.5, 3.0, 5.0)
+    """
+    found, weights = [], 0
+    for layer in sampled_layers(model).values():
+        assert layer.precision.sampling is not None
+        b_t = layer.bitwidths().double()
+        rows, columns = (block_lengths(size, layer.precision.sampling.block, b_t.device) for size in layer.weight.shape)
+        found.append(torch.stack((rows @ b_t @ columns, *b_t.aminmax())))
+        weights += layer.weight.numel()
+    sums, low, high = torch.stack([numbers.to(found[0].device) for numbers in found]).unbind(1)
+    total, least, most = torch.stack((sums.sum(), low.min(), high.max())).tolist()
+    return total / weights, least, most
+
+
+def sampled_layers(model: nn.Module) -> dict[str, Linear]:
+    """Return the layers whose weights are sampled, by name."""
+    modules = model.named_modules()
+    layers = {name: module for name, module in modules if isinstance(module, Linear) and module.precision.sampling}
+    if not layers:
+        raise UserError(
+            f"{type(model).__name__} has no layer with learned bitwidths: "
+            "convert it with dither.convert(model, plan.with_sampling(Sampling()))."
+        )
+    return layers
+
+
+def learned_blocks(name: str, layer: Linear) -> tuple[Tensor, Tensor]:
+    """Return b_t and the number of weights of each block: two flat float64 tensors on the CPU."""
+    sampling = layer.precision.sampling
+    assert sampling is not None
+    b_t = layer.bitwidths().double().cpu()
+    if not bool(((b_t >= 0) & b_t.isfinite()).all()):
+        raise UserError(f"The layer {name!r} has learned a bitwidth that is negative or not finite: {b_t.min().item():g}.")
+    rows, columns = (block_lengths(size, sampling.block) for size in layer.weight.shape)
+    return b_t.flatten(), torch.outer(rows, columns).flatten()
+
+
+def block_lengths(size: int, block: int, device: torch.device | None = None) -> Tensor:
+    """Return the lengths of the blocks of a dimension, in float64."""
+    starts = torch.arange(0, size, block, dtype=torch.float64, device=device)
+    return (size - starts).clamp(max=block)
+
+
+def _distinct(values: Tensor) -> list[float]:
+    """Return the values that occur, in ascending order."""
+    found: list[float] = torch.unique(values).tolist()
+    return found
+
+
+def _summary(name: str, b_t: Tensor, counts: Tensor, formats: Sequence[str], slack: float) -> LearnedBitwidths:
+    shares = counts / counts.sum()
+    steps = {int(b): shares[b_t.ceil() == b].sum().item() for b in _distinct(b_t.ceil())}
+    chosen, candidates = narrowest_formats(b_t, formats, slack)
+    by_format = {candidates[int(index)]: shares[chosen == index].sum().item() for index in _distinct(chosen)}
+    extremes = b_t.min().item(), b_t.max().item()
+    mean = (b_t * shares).sum().item()
+    deviation = math.sqrt(((b_t - mean).square() * shares).sum().item())
+    low = (b_t / BIN).floor() * BIN
+    bins = {b: shares[low == b].sum().item() for b in _distinct(low)}
+    return LearnedBitwidths(name, int(counts.sum()), mean, *extremes, steps, by_format, deviation, bins)
+
+
+def block_bitwidths(model: nn.Module, most: int = 32) -> dict[str, Any]:
+    """Return the b_t of the blocks of each sampled layer as rows of plain numbers, for a heat map.
+
+    A layer with more than `most` rows or columns of blocks is reduced to that many cells, each the mean of several blocks.
+
+    >>> import dither
+    >>> model = nn.Sequential(nn.Linear(128, 64))
+    >>> _ = dither.convert(model, dither.Plan().with_sampling(Sampling(b_init=5, b_target=3)))
+    >>> with torch.no_grad():  # as if they had learned
+    ...     _ = model[0].bitwidth.copy_(torch.tensor([[0.0, 1.0, 0.5, 0.5], [0.0, 1.0, 0.5, 0.5]]))
+    >>> block_bitwidths(model), block_bitwidths(model, most=2)["0"]["values"]
+    ({'0': {'blocks': [2, 4], 'values': [[3.0, 5.0, 4.0, 4.0], [3.0, 5.0, 4.0, 4.0]]}}, [[4.0, 4.0], [4.0, 4.0]])
+    """
+    found = {}
+    for name, layer in sampled_layers(model).items():
+        b_t = layer.bitwidths().detach().double().cpu()
+        rows, columns = b_t.shape
+        small = torch.nn.functional.adaptive_avg_pool2d(b_t[None], (min(rows, most), min(columns, most)))[0]
+        values = [[round(value, 3) for value in row] for row in small.tolist()]
+        found[name] = {"blocks": [rows, columns], "values": values}
+    return found
+
+
+def narrowest_formats(b_t: Tensor, formats: Sequence[str], slack: float) -> tuple[Tensor, list[str]]:
+    """Return the index of the narrowest format that carries each b_t less `slack`, and the formats."""
+    b_t = less_slack(b_t, slack)
+    deployable(b_t.max().item(), formats)  # raises if none carries it
+    candidates: list[str] = []
+    for element in sorted(map(Format.parse, formats), key=lambda element: element.bits):
+        if not candidates or capacity(element) > capacity(candidates[-1]):
+            candidates.append(element.name)
+    return torch.bucketize(b_t, torch.tensor([capacity(name) for name in candidates], dtype=b_t.dtype)), candidates
+
+
+def less_slack(b_t: Tensor, slack: float) -> Tensor:
+    if not isinstance(slack, int | float) or not 0 <= slack < math.inf:
+        raise UserError(f"slack= is a non-negative number of bits, such as 0.05, not {slack!r}.")
+    return (b_t - slack).clamp(min=0)

@@ -10,7 +10,7 @@ Some layers are left alone unless a rule of the plan or `only=` names them, or `
   classifiers of other libraries, whose products are too small to run faster in few bits.
 """
 
-import io
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,23 +18,31 @@ from typing import Any
 
 import torch.distributed as dist
 from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from torch import nn
 
-from dither.errors import UserError
-from dither.nn import hints
+from dither.console import printed
+from dither.errors import PerformanceWarning, UserError
 from dither.nn.bitwidths import sampling_parameters, watch_guidance
 from dither.nn.experts import ExpertsLinear
 from dither.nn.layers import adopt_gated, check_gated
 from dither.nn.linear import Choice
 from dither.nn.norms import cast_parameters, wide_parameters
-from dither.nn.sites import DTYPES, FALLBACKS, Layer, _all, _loaded, _special, linear_of
-from dither.nn.sites import Fallback as Fallback
-from dither.nn.sites import Site as Site
-from dither.nn.sites import converted_layers as converted_layers
-from dither.nn.sites import find_sites as find_sites
+from dither.nn.sites import (
+    FALLBACKS,
+    Fallback,
+    Layer,
+    Site,
+    converted_layers,
+    find_sites,
+    linear_of,
+    linears_of,
+    loaded_class,
+    special_layers,
+)
 from dither.ops import backend, ranks
+from dither.ops.storage import DTYPES
 from dither.spec import (
     OPERANDS,
     PARTS,
@@ -178,7 +186,7 @@ class Conversion:
         layers = self._between_steps()
         known |= _known_precisions(layers)
         for layer in layers.values():
-            for linear in _all(layer):
+            for linear in linears_of(layer):
                 linear.choose(linear.choice, known)
 
     def gather(self, group: dist.ProcessGroup | None) -> None:
@@ -263,10 +271,7 @@ class Conversion:
         return Group(table, *rest)
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=1000, color_system=None, highlight=False, markup=False)
-        console.print(self)
-        text: str = console.file.getvalue()  # type: ignore[attr-defined]
-        return "\n".join(line.rstrip() for line in text.splitlines()).strip("\n")
+        return printed(self, indented=True)
 
 
 def alike(entries: Iterable[Any], name: Callable[[Any], str], key: Callable[[Any], object]) -> Iterator[tuple[str, list[Any]]]:
@@ -346,8 +351,8 @@ def convert(
             "change its precision with conversion.switch(plan)."
         )
     sites = find_sites(model)
-    skip, only = _patterns("skip", skip, sites), _patterns("only", only, sites)
-    reasons = _reasons(model, plan, sites, skip, only, all_layers, filter_fn)
+    skip, only = checked_patterns("skip", skip, sites), checked_patterns("only", only, sites)
+    reasons = reasons_left_alone(model, plan, sites, skip, only, all_layers, filter_fn)
     chosen = {site.name: plan.for_layer(site.name) or LayerPrecision() for site in sites if site.name not in reasons}
     _check_parts(plan, chosen)
     verified = _verified(model, engines)
@@ -365,7 +370,7 @@ def convert(
     for site in sites:
         if site.name in adopted:
             site.install(model, adopted[site.name])
-            for linear in _all(adopted[site.name]):
+            for linear in linears_of(adopted[site.name]):
                 linear.belong_to(model)
     if memory.swiglu == "fp8":
         adopt_gated(model)
@@ -373,13 +378,13 @@ def convert(
     record = _record(model, plan, sites, adopted, notes, reasons)
     if any(linear_of(layer).weight.is_cuda for layer in adopted.values()):
         cast = [layer for layer in record.layers if not layer.precision.uncast]
-        hints.slow_engines([(layer.out_features, layer.in_features, layer.engines, layer.share) for layer in cast])
+        _warn_of_slow_engines(cast)
     return record
 
 
 def _uncompiled(model: nn.Module) -> nn.Module:
     """Return the model that torch.compile was given, whose layers have the names that plans use; other models unchanged."""
-    compiled = _loaded("torch._dynamo.eval_frame", "OptimizedModule")
+    compiled = loaded_class("torch._dynamo.eval_frame", "OptimizedModule")
     return model._orig_mod if compiled is not None and isinstance(model, compiled) else model
 
 
@@ -441,7 +446,7 @@ def _checked_plan(plan: Plan | str, fallback: str | None = None) -> Plan:
     return plan
 
 
-def _reasons(
+def reasons_left_alone(
     model: nn.Module,
     plan: Plan,
     sites: list[Site],
@@ -458,7 +463,7 @@ def _reasons(
             raise UserError(
                 f"The plan's rule {pattern!r} names no layer that can be converted: {named[0].name!r}: {named[0].obstacle}."
             )
-    special = {} if only or all_layers else _special(model, sites)
+    special = {} if only or all_layers else special_layers(model, sites)
     reasons = {}
     for site in sites:
         ruled = any(matches(pattern, site.name) for pattern, _ in plan.layers)
@@ -477,7 +482,7 @@ def _reasons(
     return reasons
 
 
-def _patterns(argument: str, names: str | Iterable[str], sites: list[Site]) -> tuple[str, ...]:
+def checked_patterns(argument: str, names: str | Iterable[str], sites: list[Site]) -> tuple[str, ...]:
     patterns = (names,) if isinstance(names, str) else tuple(names)
     for pattern in patterns:
         if not isinstance(pattern, str):
@@ -528,7 +533,7 @@ def _switch(
         choices[name] = Choice(chosen[name], running, compute, treatment, emulates)  # type: ignore[arg-type]
     known = _known_precisions(layers) | {choice.running for choice in choices.values()}
     for name, layer in layers.items():
-        for linear in _all(layer):
+        for linear in linears_of(layer):
             linear.choose(choices[name], known)
     return notes
 
@@ -592,6 +597,28 @@ def _in_force(layer: Layer, note: str) -> dict[str, Any]:
     one = linear_of(layer)
     engines = dict.fromkeys(PRODUCTS, "torch") if one.precision.uncast else one.engines(one.device)
     return {"precision": one.precision, "engines": tuple(engines[product] for product in PRODUCTS), "note": note}
+
+
+NO_GAIN = 1024
+"""FP8 products with fewer inputs or outputs than this save less than casting their operands costs (H200: 0.89 of the speed of
+BF16 with 768, 1.26 with 2048)."""
+
+
+def _warn_of_slow_engines(layers: list[ConvertedLayer]) -> None:
+    """Warn if most of a model's multiplications run no faster than in BF16 on its GPU. `layers` are those with casts."""
+    small = sum(x.share for x in layers if "fp8" in x.engines[0] and min(x.out_features, x.in_features) < NO_GAIN)
+    emulated = sum(x.share for x in layers if not any("fp8" in engine for engine in x.engines))
+    if max(small, emulated) > 0.5:
+        why = (
+            "have operands in formats that this GPU multiplies on BF16 units or in float32"
+            if emulated > small
+            else f"are in layers with fewer than {NO_GAIN} inputs or outputs, where casting takes longer than FP8 units save"
+        )
+        warnings.warn(
+            f"{max(small, emulated):.0%} of the model's multiplications {why}: expect fewer tokens per second than with BF16.",
+            PerformanceWarning,
+            stacklevel=3,
+        )
 
 
 def _why_nothing(sites: list[Site], reasons: dict[str, str]) -> str:

@@ -30,6 +30,7 @@ from torch.utils import checkpoint
 
 from dither.errors import UserError
 from dither.nn.sharded.tensor_parallel import local
+from dither.ops.torch_ops import LIBRARY
 from dither.spec import LayerPrecision
 
 if TYPE_CHECKING:
@@ -228,10 +229,9 @@ def _function_contexts() -> Iterator[Any]:
         frame = frame.f_back  # type: ignore[assignment]
 
 
-_LIBRARY = torch.library.Library("dither", "FRAGMENT")  # type: ignore[no-untyped-call]
 # An operator that changes its handle stays in the forward graph, in order, even if only backward needs the place. The tags keep
 # calls from being merged with each other, and from being captured in a CUDA graph.
-_LIBRARY.define(
+LIBRARY.define(
     "place(Tensor(a!) handle, Tensor keys, SymInt tokens, bool training, bool grad) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe),
 )  # type: ignore[no-untyped-call]
@@ -245,10 +245,10 @@ def _place_op(handle: Tensor, keys: Tensor, tokens: int, training: bool, grad: b
     return draws.place(tokens, training=training, grad=grad)
 
 
-_LIBRARY.impl("place", _place_op, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+LIBRARY.impl("place", _place_op, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 
 
-@torch.library.register_fake("dither::place", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+@torch.library.register_fake("dither::place", lib=LIBRARY)  # type: ignore[untyped-decorator]
 def _(handle: Tensor, keys: Tensor, tokens: int, training: bool, grad: bool) -> Tensor:
     return keys.new_empty(2)
 

@@ -10,6 +10,8 @@ seed, choice nor counters, so that layers share a graph.
 """
 
 import functools
+import time
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, Self
@@ -18,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dither.errors import UserError
-from dither.nn import delayed, functional, hints, sampling
+from dither.errors import PerformanceWarning, UserError
+from dither.nn import delayed, functional, sampling
 from dither.nn.cache import StepCache, check_unchanged, store_in_place
 from dither.nn.delayed import DelayedScales
 from dither.nn.draws import Draws
@@ -471,7 +473,7 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor, kept: KeptInputs | None = None) -> Tensor:
         """Map [..., in_features] to [..., out_features]. `kept` are the inputs of the SwiGLU that made the input, if any."""
-        hints.slow_autocast(input)
+        warn_of_slow_autocast(input)
         settings, samplings = self.settings_for(input), self.program.samplings
         state = self.call_state(settings, rows_of(input))
         if kept is not None:
@@ -844,3 +846,41 @@ def _gathered_weight(name: str, weight: Tensor, w_hat: Tensor, x: Tensor) -> Ten
         )
     value = sampling.with_value(local(weight), w_hat)
     return sampling.sharded_like(value, weight) if isinstance(weight, DTensor) else value
+
+
+SLOW = 4.0
+"""Slowdown of a 16-bit product compared with float32 that leads to a warning."""
+
+
+def warn_of_slow_autocast(x: Tensor) -> None:
+    """Warn if autocast multiplies in 16 bits on this CPU, which on many CPUs is hundreds of times slower than float32."""
+    if x.device.type != "cpu" or not torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+        return
+    if torch._C._len_torch_dispatch_stack():  # such as that of dither.optim, which multiplies in float32
+        return
+    _warn_of_dtype(torch.get_autocast_dtype("cpu"))
+
+
+@functools.cache
+def _warn_of_dtype(dtype: torch.dtype) -> None:
+    if (times := slowdown(dtype)) >= SLOW:
+        warnings.warn(
+            f"Autocast to {dtype} makes products on this CPU about {times:.0f} times slower than in float32: remove it, or "
+            "use dither.optim.training, which multiplies in float32 and rounds in the same way.",
+            PerformanceWarning,
+            stacklevel=5,
+        )
+
+
+def slowdown(dtype: torch.dtype) -> float:
+    """Measure the time of a small product in `dtype` on this CPU, as a multiple of the time in float32."""
+    seconds = []
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        for operands in (torch.float32, dtype):
+            a, b = torch.ones(32, 256, dtype=operands), torch.ones(256, 256, dtype=operands)
+            a @ b
+            began = time.perf_counter()
+            for _ in range(3):
+                a @ b
+            seconds.append(time.perf_counter() - began)
+    return seconds[1] / seconds[0]

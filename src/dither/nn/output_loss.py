@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from dither.nn import hints
 from dither.nn.functional import (
     Codes,
     Settings,
@@ -25,7 +24,7 @@ from dither.nn.functional import (
     product,
     weight_layouts,
 )
-from dither.nn.linear import Linear, rows_of
+from dither.nn.linear import Linear, rows_of, warn_of_slow_autocast
 from dither.ops import INPUT_DTYPES
 from dither.ops.backend import assume_constant_result
 from dither.ops.reference.loss import IGNORE, largest_gradient, writes_codes
@@ -66,7 +65,7 @@ def _takes(cast: str) -> bool:
 
 def output_loss(layer: Linear, x: Tensor, targets: Tensor, backend: str) -> Tensor:
     """Return the mean cross entropy, 0-d float32, of `layer(x)`, for x [..., D] and targets [...]."""
-    hints.slow_autocast(x)
+    warn_of_slow_autocast(x)
     settings = layer.settings_for(x)
     state = layer.call_state(settings, rows_of(x))
     x_ND, targets_N = as_matrix(x), targets.flatten()

@@ -4,22 +4,20 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dither.nn import experts
 from dither.nn.experts import ExpertLinear, ExpertsLinear
 from dither.nn.layers import Conv1D, replace_module
 from dither.nn.linear import Linear
 from dither.nn.output import Output
+from dither.ops import INPUT_DTYPES
 from dither.spec import LayerPrecision
 
 Fallback = Literal["error", "bf16", "emulate"]
 
 FALLBACKS: tuple[Fallback, ...] = get_args(Fallback)
 """Treatments of a layer that cannot run with the plan's casts."""
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 NARROW, LONG = 64, 16
 """A narrow layer has at most NARROW inputs or outputs, and at least LONG times as many outputs or inputs."""
@@ -52,7 +50,7 @@ class Site:
             layer = ExpertsLinear(self.module, self.parameter, LayerPrecision(), **options)
         else:
             layer = Linear.adopt(self.module, LayerPrecision(), **options)
-        for linear in _all(layer):
+        for linear in linears_of(layer):
             linear.choice = linear.choice._replace(fallback=fallback)
         return layer
 
@@ -68,7 +66,7 @@ Layer = Linear | ExpertsLinear
 """A converted layer, as plans name it."""
 
 
-def _all(layer: Layer) -> list[Linear]:
+def linears_of(layer: Layer) -> list[Linear]:
     """Return a layer itself, or all of its experts."""
     return [layer] if isinstance(layer, Linear) else list(layer.experts)  # type: ignore[arg-type]
 
@@ -81,7 +79,7 @@ def linear_of(layer: Layer) -> Linear:
 def find_sites(model: nn.Module) -> list[Site]:
     """Return every linear layer, converted or not, in the model's order."""
     sites = []
-    across = [Conv1D, *filter(None, [_loaded("transformers.pytorch_utils", "Conv1D")])]
+    across = [Conv1D, *filter(None, [loaded_class("transformers.pytorch_utils", "Conv1D")])]
     for name, module in model.named_modules():
         if isinstance(module, ExpertLinear):
             continue
@@ -109,7 +107,7 @@ def find_sites(model: nn.Module) -> list[Site]:
     return sites
 
 
-def _loaded(module: str, name: str) -> Any:
+def loaded_class(module: str, name: str) -> Any:
     """Return a class of another library, or None if it is not loaded: then no model has such a layer."""
     return getattr(sys.modules.get(module), name, None)
 
@@ -129,7 +127,7 @@ def _obstacle(module: nn.Module, parent: nn.Module, base: type[nn.Module]) -> st
         return f"{kind.__name__} has its own forward"
     if "weight" not in dict(module.named_parameters(recurse=False)):
         return "its weight is computed from other parameters"
-    if module.weight.dtype not in DTYPES.values():
+    if module.weight.dtype not in INPUT_DTYPES:
         return f"its weight is {module.weight.dtype}, and casts take float32, bfloat16 or float16"
     return ""
 
@@ -145,6 +143,20 @@ def converted_layers(model: nn.Module) -> dict[str, Layer]:
     return layers
 
 
+def weight_of(site: Site) -> tuple[str, Tensor, int]:
+    """Return the name of a layer's parameter, its weight, and the contraction axis."""
+    if site.parameter:  # experts, [experts, out, in] or [experts, in, out]
+        axis = 1 if getattr(site.module, "is_transposed", False) else -1
+        return site.name, getattr(site.module, site.parameter).detach(), axis
+    weight: Tensor = site.module.weight.detach()  # type: ignore[operator]
+    return f"{site.name}.weight", weight, 0 if is_transposed(site.module) else -1
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Return True if a linear layer stores its weight as [in, out]."""
+    return bool(getattr(module, "transposed", not isinstance(module, nn.Linear)))
+
+
 def output_layers(model: nn.Module, sites: list[Site]) -> list[str]:
     """Return the names of the output layer, by the rules in `dither.nn.convert`."""
     get_output = getattr(model, "get_output_embeddings", None)
@@ -158,7 +170,7 @@ def output_layers(model: nn.Module, sites: list[Site]) -> list[str]:
     return [site.name for site in sites if not site.parameter and site.out_features in rows][-1:]
 
 
-def _special(model: nn.Module, sites: list[Site]) -> dict[str, str]:
+def special_layers(model: nn.Module, sites: list[Site]) -> dict[str, str]:
     """Return {layer: description} of the layers that are not converted by default, by the rules in `dither.nn.convert`."""
     output = set(output_layers(model, sites))
     special = {}
@@ -177,7 +189,7 @@ def _special(model: nn.Module, sites: list[Site]) -> dict[str, str]:
 
 def tuner_of(model: nn.Module, name: str) -> str:
     """Return the class name of the PEFT layer in which `name` is an adapter, or "" for other layers and adapted ones."""
-    base = _loaded("peft.tuners.tuners_utils", "BaseTunerLayer")
+    base = loaded_class("peft.tuners.tuners_utils", "BaseTunerLayer")
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1) if base is not None else ():
         above = model.get_submodule(".".join(parts[:end]))

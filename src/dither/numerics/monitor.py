@@ -23,11 +23,11 @@ from dither.numerics.counts import COUNTS, EXPONENTS, UpdateCounts, required_fac
 from dither.numerics.report import KEPT, OPERANDS, STAGNANT, LayerNumerics, LossScale, Operand, Report, WeightUpdate, percent
 from dither.ops.reference import scales as scaling
 from dither.ops.reference.adamw import FORMATS
+from dither.ops.storage import storage_dtype
 from dither.optim.adamw import AdamW
 from dither.snip.statistics import cut_by_tensor_parallelism
 from dither.spec import Cast
 from dither.spec.formats import TABLE
-from dither.spec.groups import storage_dtype
 
 LINE = len(numerics.COUNTS) + 4
 """Number of values per operand: see `dither.numerics.counts.summary`."""

@@ -1,10 +1,17 @@
-"""Marks for torch.compile that do not import Dynamo, which takes longer to import than torch itself."""
+"""What runs an operation: a kernel or its reference, on which device, compiled or not.
 
+The marks for torch.compile do not import Dynamo, which takes longer to import than torch itself.
+"""
+
+import functools
+import importlib.util
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 
+from dither.errors import UserError
 from dither.spec.engines import Verified
 from dither.versions import version
 
@@ -21,6 +28,39 @@ def describe(device: torch.device, engines: tuple[str, ...] = ()) -> Verified | 
         return None
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     return Verified(name, capability, torch.__version__, torch.version.cuda or "none", version(), engines)
+
+
+@functools.cache
+def _kernels_exist() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _use_kernel(device: torch.device, backend: str) -> bool:
+    if backend == "reference" or (backend == "auto" and device.type != "cuda"):
+        return False
+    if not _kernels_exist():
+        raise UserError(
+            "The kernels need Triton, which is not installed: install the triton package, or pass backend='reference'."
+        )
+    if device.type != "cuda":
+        from dither.ops.triton import interpreted
+
+        if not interpreted():
+            raise UserError(
+                f"Kernels run on CUDA tensors, not on {device.type}; pass backend='reference', or set TRITON_INTERPRET=1 "
+                "before importing triton to run them slowly on the CPU."
+            )
+    return True
+
+
+def implementation(name: str, device: torch.device, backend: str) -> ModuleType:
+    """Return `dither.ops.triton.NAME` or `dither.ops.reference.NAME`, which have the same functions."""
+    return _module("triton" if _use_kernel(device, backend) else "reference", name)
+
+
+@functools.cache
+def _module(package: str, name: str) -> ModuleType:
+    return importlib.import_module(f"dither.ops.{package}.{name}")
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -1,53 +1,27 @@
-"""The operators `torch.ops.dither.cross_entropy_*`; see `dither.ops.torch_ops`."""
+"""The operators `torch.ops.dither.*`: Triton kernels on CUDA, the reference elsewhere, or the given `backend`.
+
+Each operator is one node in a graph of `torch.compile`, so compiled code computes the same bits. Operators check for NaN only
+if the result could not show it; `dither.ops` checks all other arguments.
+
+Some operators make codes in backward. Their argument `after`, a gradient, is not read: it makes a compiler run the operator
+after it, and so in backward. Otherwise it would run in forward, and save the result.
+"""
 
 import functools
-import importlib.util
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dither.errors import UserError
+from dither.ops import storage
+from dither.ops.backend import implementation
 from dither.ops.reference.loss import gradients_like
 from dither.ops.reference.matmul import Operand
 from dither.spec import Cast, Rounding, groups
 from dither.spec.formats import Format
 from dither.spec.random import Draw
-
-
-@functools.cache
-def _kernels_exist() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-def _use_kernel(device: torch.device, backend: str) -> bool:
-    if backend == "reference" or (backend == "auto" and device.type != "cuda"):
-        return False
-    if not _kernels_exist():
-        raise UserError(
-            "The kernels need Triton, which is not installed: install the triton package, or pass backend='reference'."
-        )
-    if device.type != "cuda":
-        from dither.ops.triton import interpreted
-
-        if not interpreted():
-            raise UserError(
-                f"Kernels run on CUDA tensors, not on {device.type}; pass backend='reference', or set TRITON_INTERPRET=1 "
-                "before importing triton to run them slowly on the CPU."
-            )
-    return True
-
-
-def implementation(name: str, device: torch.device, backend: str) -> ModuleType:
-    """Return `dither.ops.triton.NAME` or `dither.ops.reference.NAME`, which have the same functions."""
-    return _module("triton" if _use_kernel(device, backend) else "reference", name)
-
-
-@functools.cache
-def _module(package: str, name: str) -> ModuleType:
-    return importlib.import_module(f"dither.ops.{package}.{name}")
 
 
 def _draw_of(key: int, step: Tensor | None, row: int, column: int) -> Draw | None:
@@ -64,7 +38,7 @@ def _container(name: str, cast: Cast) -> Format:
     return Format.parse(name) if name else cast.element
 
 
-_LIBRARY = torch.library.Library("dither", "FRAGMENT")  # type: ignore[no-untyped-call]
+LIBRARY = torch.library.Library("dither", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def _operator(function: Callable[..., Any], mutates: tuple[str, ...] = ()) -> Any:
@@ -74,14 +48,14 @@ def _operator(function: Callable[..., Any], mutates: tuple[str, ...] = ()) -> An
     """
     name = function.__name__.removeprefix("_").removesuffix("_op")
     schema = torch.library.infer_schema(function, mutates_args=mutates)
-    _LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)  # type: ignore[no-untyped-call]
-    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)  # type: ignore[no-untyped-call]
+    LIBRARY.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     return getattr(torch.ops.dither, name)
 
 
 def _fake_of(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator that registers the fake implementation of an operator, for tensors without data."""
-    register: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.library.register_fake(f"dither::{name}", lib=_LIBRARY)
+    register: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.library.register_fake(f"dither::{name}", lib=LIBRARY)
     return register
 
 
@@ -204,9 +178,54 @@ def _operand(values: Tensor, scale: Tensor | None, tensor: Tensor | None, text: 
     cast = Cast.parse(text)
     if cast.group.kind == "none":
         scale = None
-    elif scale is not None and scale.dtype != groups.scale_dtype(cast):
-        scale = scale.view(groups.scale_dtype(cast))
+    elif scale is not None and scale.dtype != storage.scale_dtype(cast):
+        scale = scale.view(storage.scale_dtype(cast))
     return Operand(values, scale, tensor if cast.scaling.kind == "nvfp4" else None, cast, length)
+
+
+def _cast(
+    x: Tensor,
+    text: str,
+    axis: int,
+    amax: Tensor | None,
+    container: str,
+    draw: Draw | None,
+    backend: str,
+    level: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes and scales of one layout, written into `out` if it is given.
+
+    With `level`, int32[1], the text has several casts with bars between them, and the level chooses one on the device.
+    """
+    if level is not None:
+        code = implementation("levels", x.device, backend)
+        return code.quantize(x, _casts(text), level, axis, draw, amax, Format.parse(container), out)  # type: ignore[no-any-return]
+    cast = Cast.parse(text)
+    _check_hidden_nan(x, cast, amax)
+    code = implementation("quantize", x.device, backend)
+    return code.quantize(x, cast, axis, draw, amax, _container(container, cast), out)  # type: ignore[no-any-return]
+
+
+def _cast_both(
+    x: Tensor,
+    text: str,
+    amax: Tensor | None,
+    container: str,
+    draw: Draw | None,
+    backend: str,
+    level: Tensor | None = None,
+    out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    largest: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return codes and scales of both layouts, as `_cast` does. `largest`, 0-d, is raised to the largest magnitude of x."""
+    if level is not None:
+        code = implementation("levels", x.device, backend)
+        return code.quantize_both(x, _casts(text), level, draw, amax, Format.parse(container), out)  # type: ignore[no-any-return]
+    cast = Cast.parse(text)
+    _check_hidden_nan(x, cast, amax)
+    code = implementation("quantize", x.device, backend)
+    return code.quantize_both(x, cast, draw, amax, _container(container, cast), out, largest)  # type: ignore[no-any-return]
 
 
 @_operator
@@ -223,15 +242,8 @@ def _quantize_op(
     backend: str,
     level: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes and scales of one layout. With `level`, int32[1], `cast` is several casts with bars between them."""
-    draw = _draw_of(key, step, row, column)
-    if level is not None:
-        code = implementation("levels", x.device, backend)
-        return code.quantize(x, _casts(cast), level, axis, draw, amax, Format.parse(container))  # type: ignore[no-any-return]
-    parsed = Cast.parse(cast)
-    _check_hidden_nan(x, parsed, amax)
-    code = implementation("quantize", x.device, backend)
-    return code.quantize(x, parsed, axis, draw, amax, _container(container, parsed))  # type: ignore[no-any-return]
+    """Return codes and scales of one layout; see `_cast`."""
+    return _cast(x, cast, axis, amax, container, _draw_of(key, step, row, column), backend, level)
 
 
 @_fake_of("quantize")
@@ -239,7 +251,7 @@ def _(
     x: Tensor, cast: str, axis: int, amax: Tensor | None, container: str, *_: object, **__: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     parsed = _casts(cast)[0]
-    values, scale = groups.empty_outputs(x, parsed, axis, _container(container, parsed))
+    values, scale = storage.empty_outputs(x, parsed, axis, _container(container, parsed))
     return values, scale, x.new_empty(() if parsed.scaling.kind == "nvfp4" else (0,), dtype=torch.float32)
 
 
@@ -256,7 +268,7 @@ def _dequantize_op(
 ) -> Tensor:
     parsed = Cast.parse(cast)
     code = implementation("quantize", values.device, backend)
-    scale = scale.view(groups.scale_dtype(parsed))
+    scale = scale.view(storage.scale_dtype(parsed))
     return code.dequantize(values, scale, tensor_scale, parsed, tuple(shape), axis, dtype)  # type: ignore[no-any-return]
 
 
@@ -316,15 +328,8 @@ def _quantize_both_op(
     backend: str,
     level: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return codes and scales of both layouts; see `quantize` for `level`."""
-    draw = _draw_of(key, step, row, column)
-    if level is not None:
-        code = implementation("levels", x.device, backend)
-        return code.quantize_both(x, _casts(cast), level, draw, amax, Format.parse(container))  # type: ignore[no-any-return]
-    parsed = Cast.parse(cast)
-    _check_hidden_nan(x, parsed, amax)
-    code = implementation("quantize", x.device, backend)
-    return code.quantize_both(x, parsed, draw, amax, _container(container, parsed))  # type: ignore[no-any-return]
+    """Return codes and scales of both layouts; see `_cast_both`."""
+    return _cast_both(x, cast, amax, container, _draw_of(key, step, row, column), backend, level)
 
 
 @_fake_of("quantize_both")
@@ -334,7 +339,7 @@ def _(
     parsed = _casts(cast)[0]
     stored = _container(container, parsed)
     measured = x.new_empty(() if parsed.scaling.kind == "delayed" else (0,), dtype=torch.float32)
-    return (*groups.empty_outputs(x, parsed, 1, stored), *groups.empty_outputs(x, parsed, 0, stored), measured)
+    return (*storage.empty_outputs(x, parsed, 1, stored), *storage.empty_outputs(x, parsed, 0, stored), measured)
 
 
 @functools.partial(_operator, mutates=("largest",))
@@ -351,12 +356,7 @@ def _quantize_both_measured_op(
     largest: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Quantize along both axes with delayed scaling, and raise `largest` (0-d) to the largest magnitude of x."""
-    parsed = Cast.parse(cast)
-    _check_hidden_nan(x, parsed, amax)
-    code = implementation("quantize", x.device, backend)
-    draw = _draw_of(key, step, row, column)
-    *outputs, _ = code.quantize_both(x, parsed, draw, amax, _container(container, parsed), largest=largest)
-    return tuple(outputs)
+    return _cast_both(x, cast, amax, container, _draw_of(key, step, row, column), backend, largest=largest)[:4]
 
 
 @_fake_of("quantize_both_measured")
@@ -365,7 +365,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     parsed = Cast.parse(cast)
     stored = _container(container, parsed)
-    return (*groups.empty_outputs(x, parsed, 1, stored), *groups.empty_outputs(x, parsed, 0, stored))
+    return (*storage.empty_outputs(x, parsed, 1, stored), *storage.empty_outputs(x, parsed, 0, stored))
 
 
 def quantize_both_into(
@@ -380,14 +380,7 @@ def quantize_both_into(
     at: tuple[int, int] = (0, 0),
 ) -> None:
     """Write the results of `quantize_both` into `out`. This is not an operator, since it is never traced."""
-    if level is not None:
-        code = implementation("levels", x.device, "auto")
-        code.quantize_both(x, _casts(cast), level, _draw_of(0, step, *at), amax, Format.parse(container), out)
-        return
-    parsed = Cast.parse(cast)
-    _check_hidden_nan(x, parsed, amax)
-    code = implementation("quantize", x.device, "auto")
-    code.quantize_both(x, parsed, _draw_of(0, step, *at), amax, _container(container, parsed), out, largest)
+    _cast_both(x, cast, amax, container, _draw_of(0, step, *at), "auto", level, out, largest)
 
 
 # Sampled weights -------------------------------------------------------------------------------------------------------
@@ -583,7 +576,7 @@ _operator(_quantize_apart_op)
 @_fake_of("quantize_apart")
 def _(x: Tensor, along: str, across: str, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     one, other = Cast.parse(along), Cast.parse(across)
-    return (*groups.empty_outputs(x, one, 1, one.element), *groups.empty_outputs(x, other, 0, other.element))
+    return (*storage.empty_outputs(x, one, 1, one.element), *storage.empty_outputs(x, other, 0, other.element))
 
 
 @_operator
@@ -642,7 +635,7 @@ def _(
     x: Tensor, cast: str, axis: int, amax: Tensor | None, container: str, *_: object, **__: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     parsed = _casts(cast)[0]
-    values, scale = groups.empty_outputs(x, parsed, axis, _container(container, parsed))
+    values, scale = storage.empty_outputs(x, parsed, axis, _container(container, parsed))
     return values, scale, x.new_empty(() if parsed.scaling.kind == "nvfp4" else (0,), dtype=torch.float32)
 
 
@@ -658,15 +651,7 @@ def quantize_into(
     at: tuple[int, int] = (0, 0),
 ) -> None:
     """Write codes and scales of one layout into `out`. This is not an operator, since it is never traced."""
-    draw = _draw_of(0, step, *at)
-    if level is not None:
-        code = implementation("levels", x.device, "auto")
-        code.quantize(x, _casts(cast), level, axis, draw, amax, Format.parse(container), out)
-        return
-    parsed = Cast.parse(cast)
-    _check_hidden_nan(x, parsed, amax)
-    code = implementation("quantize", x.device, "auto")
-    code.quantize(x, parsed, axis, draw, amax, _container(container, parsed), out)
+    _cast(x, cast, axis, amax, container, _draw_of(0, step, *at), "auto", level, out)
 
 
 @_operator
@@ -695,7 +680,7 @@ def _(logits: Tensor, targets: Tensor, parts: Tensor, weights: Tensor, backend: 
 def empty_codes(rows: int, words: int, cast: Cast, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return memory for the codes [V, M] and scales along the rows of all gradients of a batch, as products read them."""
     like = torch.empty((rows, words), device="meta")
-    values, scale = groups.empty_outputs(like, cast, 0, cast.element)
+    values, scale = storage.empty_outputs(like, cast, 0, cast.element)
     values, scale = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device) for x in (values, scale))
     return values.T, scale.T if scale.dim() == 2 else scale
 
@@ -710,7 +695,7 @@ def _empty_gradient_codes_op(logits: Tensor, cast: str) -> tuple[Tensor, Tensor]
 @_fake_of("empty_gradient_codes")
 def _(logits: Tensor, cast: str) -> tuple[Tensor, Tensor]:
     parsed = Cast.parse(cast)
-    values, scale = groups.empty_outputs(logits, parsed, 0, parsed.element)
+    values, scale = storage.empty_outputs(logits, parsed, 0, parsed.element)
     return values.T, scale.T if scale.dim() == 2 else scale
 
 
@@ -740,4 +725,4 @@ def _(
     logits: Tensor, targets: Tensor, parts: Tensor, weights: Tensor, amax: Tensor, cast: str, *_: object, **__: object
 ) -> tuple[Tensor, Tensor]:
     parsed = Cast.parse(cast)
-    return groups.empty_outputs(logits, parsed, 1, parsed.element)
+    return storage.empty_outputs(logits, parsed, 1, parsed.element)

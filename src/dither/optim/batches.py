@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from dither.errors import UserError
 from dither.nn.sharded.geometry import as_matrix, reduce_cuts, shards, spread_over
 from dither.nn.sharded.tensor_parallel import local
+from dither.ops.backend import implementation
 from dither.ops.reference.adamw import Piece, second_moment
-from dither.ops.torch_ops import implementation
 from dither.optim.groups import Member, check_numbers, read_numbers
 from dither.optim.states import EXTRA, OWN, State
 from dither.spec.optimizer import HYPER

@@ -11,12 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dither.errors import UserError
 from dither.nn.bitwidths import bitwidth_groups, sampling_parameters
 from dither.nn.norms import cast_parameters
+from dither.ops.storage import storage_dtype
 from dither.optim.adamw import AdamMini, AdamW
 from dither.optim.gradients import Gradients
 from dither.optim.released import release_gradients
 from dither.optim.roles import Role
 from dither.spec.formats import TABLE
-from dither.spec.groups import storage_dtype
 from dither.spec.modes import MODES, LossScaling, Mode
 
 

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from dither.lazy import lazily
 from dither.parallel.layout import DIMENSIONS as DIMENSIONS
 from dither.parallel.layout import Layout as Layout
 
@@ -9,11 +10,5 @@ if TYPE_CHECKING:
     from dither.parallel.apply import gathered as gathered
     from dither.parallel.apply import parallelize as parallelize
 
-
-def __getattr__(name: str) -> object:
-    """Import what shards models when it is asked for: a layout alone needs no models, which need safetensors."""
-    if name not in ("gathered", "parallelize"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from dither.parallel import apply
-
-    return getattr(apply, name)
+# A layout alone needs no models, which need safetensors.
+__getattr__ = lazily(__name__, {"apply": "gathered parallelize"})

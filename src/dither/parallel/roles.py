@@ -15,9 +15,9 @@ from dither.errors import UserError
 from dither.models import gpt, gpt2, gpt_neo, llama
 from dither.models.causal import CausalLM, PlainLM
 from dither.models.transformers_models import HuggingFace
-from dither.nn.layers import Conv1D
 from dither.nn.linear import Linear
 from dither.nn.sharded import tensor_parallel
+from dither.nn.sites import is_transposed
 from dither.spec import OPERANDS
 
 Kind = Literal["column", "row", "input", "norm", "head_norm", "embedding", "positions", "output"]
@@ -142,16 +142,6 @@ def _transformers_roles(model: nn.Module) -> dict[str, Role]:
         elif "Norm" in type(module).__name__ and not any(True for _ in module.children()):
             found[name] = Role("norm")
     return found
-
-
-def is_layer(module: nn.Module) -> bool:
-    """Return True for a linear layer that can be sharded by its features."""
-    return isinstance(module, nn.Linear | Conv1D) or (hasattr(module, "nf") and hasattr(module, "weight"))
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Return True if a linear layer stores its weight as [in, out]."""
-    return bool(getattr(module, "transposed", not isinstance(module, nn.Linear)))
 
 
 HEADS = {"num_attention_heads": "attention heads", "num_key_value_heads": "key/value heads"}

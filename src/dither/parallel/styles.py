@@ -17,7 +17,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from dither.errors import UserError
-from dither.parallel.roles import Role, is_transposed
+from dither.nn.sites import is_transposed
+from dither.parallel.roles import Role
 
 SEQUENCE = Shard(1)
 """The layout of activations [B, S, D] between blocks under sequence parallelism."""

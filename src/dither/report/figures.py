@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
 Kind = Literal["png", "svg"]
 
+INSTALL = "pip install 'dither[figures]'"
+
 INK, GRID = "#3f4851", "#d9dee4"
 DOTS_PER_INCH, SCREEN_DOTS = 200, 100
 """Dots per inch of PNG files for papers, and of images for trackers."""
@@ -128,9 +130,9 @@ def _write(path: Path, data: bytes) -> None:
 
 def pixels(draw: "Callable[[Figure], None]") -> Any:
     """Return what `draw` draws as uint8[height, width, 3]."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
     with _figure("") as figure:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+
         canvas = FigureCanvasAgg(figure)
         draw(figure)
         figure.set_dpi(SCREEN_DOTS)
@@ -141,8 +143,11 @@ def pixels(draw: "Callable[[Figure], None]") -> Any:
 @contextmanager
 def _figure(salt: str) -> "Iterator[Figure]":
     """Yield an empty figure, in matplotlib's defaults instead of a user's style file."""
-    import matplotlib
-    from matplotlib.figure import Figure
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError(f"Figures are drawn with matplotlib, which is not installed: {INSTALL}.") from None
 
     style: dict[str, Any] = {
         "svg.hashsalt": salt, "svg.fonttype": "none", "text.parse_math": False, "font.family": "sans-serif", "font.size": 9,
@@ -157,10 +162,10 @@ def _figure(salt: str) -> "Iterator[Figure]":
 
 def _drawn(draw: "Callable[[Figure], None]", salt: str, kind: Kind) -> bytes:
     """Return the file of a drawing."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-
     with _figure(salt) as figure:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+
         if kind == "png":
             data = io.BytesIO()
             canvas = FigureCanvasAgg(figure)

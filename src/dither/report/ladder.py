@@ -456,24 +456,29 @@ def write_ladder(report: LadderReport, folder: Path) -> list[Path]:
 
 def draw_losses(report: LadderReport, figure: "Figure") -> None:
     """Draw final losses over tokens, a curve for each model and arm, and the baseline's law."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
     axes = figure.add_subplot()
     models = list(dict.fromkeys(model for _, model, _ in report.rungs))
     for arm, colour in _colours(report).items():
         for model in models:
             points = report.points(arm, model)
-            tokens, losses = [point[1] for point in points], [point[2] for point in points]
+            tokens, losses = [point[1] / 1e6 for point in points], [point[2] for point in points]
             axes.plot(
                 tokens, losses, "o-", color=colour, markersize=3, linewidth=0.8, label=arm if model == models[0] else None
             )
             if arm == report.baseline and points and (law := report.law_of(model)) is not None:
                 further = [tokens[0] * (2 * tokens[-1] / tokens[0]) ** (at / 40) for at in range(41)]
-                fitted = [law.loss(points[0][0], each) for each in further]
+                fitted = [law.loss(points[0][0], each * 1e6) for each in further]
                 axes.plot(further, fitted, "--", color=colour, linewidth=0.8)
-                axes.annotate(model, (further[-1], fitted[-1]), fontsize=7)
-    axes.set(
-        xscale="log", xlabel="tokens", ylabel="held-out loss, nats per token", title="Final losses, and the baseline's law"
-    )
-    axes.legend()
+                axes.annotate(model, (further[-1], fitted[-1]), fontsize=7, ha="right", va="top")
+    axes.set(xscale="log", xlabel="million tokens", ylabel="held-out loss, nats per token")
+    axes.set_title("Final losses, and the baseline's law")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    figure.set_figwidth(7.0)
+    figure.legend(loc="outside right center")
 
 
 def draw_differences(report: LadderReport, figure: "Figure") -> None:
@@ -484,7 +489,7 @@ def draw_differences(report: LadderReport, figure: "Figure") -> None:
     for axes, rung in zip(panels, longest.values(), strict=True):
         for arm, colour in _colours(report).items():
             _draw_difference(report, axes, arm, rung, colour)
-        axes.set(title=f"{rung[1]}, {count(rung[2])} tokens", xlabel="tokens")
+        axes.set(title=f"{rung[1]}, {count(rung[2])} tokens", xlabel="million tokens")
     panels[0].set_ylabel(f"held-out loss minus {report.baseline}")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center")
@@ -499,11 +504,12 @@ def _draw_difference(report: LadderReport, axes: "Axes", arm: str, rung: tuple[i
                 pairs.setdefault(tokens, []).append(loss - base[run.seed][tokens])
     most = max(map(len, pairs.values()), default=0)
     means = {tokens: mean for tokens, values in sorted(pairs.items()) if len(values) == most and (mean := estimate(values))}
-    axes.plot(list(means), [mean.mean for mean in means.values()], color=colour, linewidth=1.1, label=arm)
+    x = [tokens / 1e6 for tokens in means]
+    axes.plot(x, [mean.mean for mean in means.values()], color=colour, linewidth=1.1, label=arm)
     if most > 1 and arm != report.baseline:
         low = [mean.mean - (mean.interval or 0.0) for mean in means.values()]
         high = [mean.mean + (mean.interval or 0.0) for mean in means.values()]
-        axes.fill_between(list(means), low, high, color=colour, alpha=0.12, linewidth=0)
+        axes.fill_between(x, low, high, color=colour, alpha=0.12, linewidth=0)
 
 
 def _colours(report: LadderReport) -> dict[str, str]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from dither.console import Tick
 from dither.errors import UserError
-from dither.nn.convert import _reasons
+from dither.nn.convert import reasons_left_alone
 from dither.nn.sites import find_sites
 from dither.ops import backend
 from dither.snip.options import Option
@@ -114,7 +114,7 @@ def candidates_of(recipes: Sequence[str]) -> tuple[Option, ...]:
 def layer_shapes(model: nn.Module, tokens: int) -> dict[Shape, list[str]]:
     """Return the names of the layers that `dither.convert` converts, by shape (M, N, K)."""
     sites = find_sites(model)
-    left_alone = _reasons(model, Plan(default=LayerPrecision()), sites, (), ())
+    left_alone = reasons_left_alone(model, Plan(default=LayerPrecision()), sites, (), ())
     found: dict[Shape, list[str]] = {}
     for site in sites:
         if site.name not in left_alone:

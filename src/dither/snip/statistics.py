@@ -25,7 +25,7 @@ from dither.nn.linear import Linear
 from dither.nn.sharded import tensor_parallel
 from dither.nn.sharded.geometry import like
 from dither.nn.sharded.tensor_parallel import Part, local
-from dither.ops.torch_ops import implementation
+from dither.ops.backend import implementation
 from dither.snip.options import Option, casts_of
 from dither.snip.update_rules import UpdateRule
 from dither.spec import Cast

@@ -16,9 +16,10 @@ from typing import Any, Literal
 from dither.errors import UserError
 from dither.files import Refused, from_json, read_text
 from dither.spec import PRODUCTS, Cast, LayerPrecision, did_you_mean
+from dither.spec.levels import CONTAINERS
 from dither.spec.recipes import RECIPES
 
-CONTAINED = ("e2m1", "e2m3", "e3m2")
+CONTAINED = CONTAINERS["e4m3"][1:]
 """Formats whose values are all E4M3 values: FP8 units multiply them unchanged."""
 
 FP8_GROUPS = 128

@@ -4,13 +4,13 @@
 (-6.0, -4.0, -3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """
 
-import difflib
 import functools
 import math
 import re
 from dataclasses import dataclass
 
 from dither.errors import UserError
+from dither.spec.checks import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -220,9 +220,7 @@ def _parse(name: str) -> Format:
         if mantissa_bits <= 23:
             make = _ieee if 1 + exponent_bits + mantissa_bits >= 8 else _finite
             return make(name, exponent_bits, mantissa_bits)
-    near = difflib.get_close_matches(name, [*TABLE, *ALIASES], n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise UserError(
-        f"There is no number format {name!r}{hint}: known are {', '.join(TABLE)}, "
+        f"There is no number format {name!r}{did_you_mean(name, (*TABLE, *ALIASES))}: known are {', '.join(TABLE)}, "
         "and eXmY with X from 2 to 8 and Y from 1 to 23."
     )

@@ -16,41 +16,17 @@ Results are views in the order of x's dimensions, with the quantized one shorten
 import functools
 import math
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from dither.errors import UserError
 from dither.spec import Cast
 from dither.spec.formats import Format
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 PACKED_BITS = (4, 6)
 """Widths of packed formats: two 4-bit codes per byte, low nibble first; four 6-bit codes per 3 bytes, little endian."""
-
-_DTYPES = {
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "e4m3": torch.float8_e4m3fn,
-    "e5m2": torch.float8_e5m2,
-    "int8": torch.int8,
-}
-
-
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""Integer dtypes by their size in bytes, to read and write codes."""
-
-
-def storage_dtype(format: Format) -> torch.dtype:
-    """Return the dtype that stores codes of `format`: torch's own, or the narrowest integer (uint8 if packed)."""
-    if format.name in _DTYPES:
-        return _DTYPES[format.name]
-    return torch.uint8 if format.bits <= 8 else torch.int16 if format.bits <= 16 else torch.int32
-
-
-def integer_dtype(format: Format) -> torch.dtype:
-    """Return the integer dtype of the same size as `storage_dtype`, to write codes."""
-    return INTEGERS[storage_dtype(format).itemsize]
 
 
 def packed_length(n: int, format: Format) -> int:
@@ -94,7 +70,7 @@ class GroupLayout:
         (lines, length), (p, q) = self.lines, self.group
         return -(-lines // p) if p else 1, -(-length // q) if q else 1
 
-    def matrices(self, x: Tensor) -> Tensor:
+    def matrices(self, x: "Tensor") -> "Tensor":
         """Return x_BRC: a view of `x`, or a copy if its strides do not allow a view."""
         if self.inner == 1:
             return x.reshape(self.batch, self.rows, self.columns)
@@ -103,14 +79,14 @@ class GroupLayout:
             x.reshape(outer, self.rows, self.inner, self.columns).transpose(1, 2).reshape(self.batch, self.rows, self.columns)
         )
 
-    def restore(self, x_BRC: Tensor) -> Tensor:
+    def restore(self, x_BRC: "Tensor") -> "Tensor":
         """Return values in the shape of the original tensor, the inverse of `matrices`."""
         if self.inner == 1:
             return x_BRC.reshape(self.shape)
         outer = math.prod(self.shape[: self.axis])
         return x_BRC.reshape(outer, self.inner, self.rows, self.columns).transpose(1, 2).reshape(self.shape)
 
-    def expose(self, lines: Tensor) -> Tensor:
+    def expose(self, lines: "Tensor") -> "Tensor":
         """Return a view of codes or scales, stored as [B, other, quantized], in the order of the original dimensions."""
         rest = self.shape[: self.axis] + self.shape[self.axis + 1 :]
         if self.keeps_matrices:
@@ -118,7 +94,7 @@ class GroupLayout:
         exposed = lines.reshape(*rest, lines.shape[-1])
         return exposed.movedim(-1, self.axis) if self.along_rows else exposed
 
-    def collect(self, exposed: Tensor) -> Tensor:
+    def collect(self, exposed: "Tensor") -> "Tensor":
         """Return codes or scales as [B, other, quantized], the inverse of `expose`."""
         if self.along_rows:
             exposed = exposed.movedim(self.axis, -1)
@@ -167,55 +143,13 @@ def values_layout(shape: tuple[int, ...], cast: Cast, axis: int) -> GroupLayout:
     return layout_of(shape, cast, axis if cast.group.kind in ("row", "tile") else -1)
 
 
-def scale_dtype(cast: Cast) -> torch.dtype:
-    """Return the dtype in which the scales of groups are stored."""
-    kind = cast.scaling.kind
-    return torch.float8_e8m0fnu if kind in ("pow2", "pow2_ceil") else torch.float8_e4m3fn if kind == "nvfp4" else torch.float32
-
-
-def empty_lines(x: Tensor, cast: Cast, layout: GroupLayout, container: Format) -> tuple[Tensor, Tensor]:
-    """Return uninitialized codes [B, other, quantized] and scales [B, P, Q] for `x`, as stored. No scales are [0]."""
-    lines, length = layout.lines
-    values = x.new_empty((layout.batch, lines, packed_length(length, container)), dtype=storage_dtype(container))
-    if cast.group.kind == "none":
-        return values, x.new_empty(0, dtype=scale_dtype(cast))
-    batch, (p, q) = 1 if cast.group.kind == "tensor" else layout.batch, layout.groups
-    if lines_innermost(cast):
-        return values, x.new_empty((batch, q, p), dtype=scale_dtype(cast)).mT
-    return values, x.new_empty((batch, p, q), dtype=scale_dtype(cast))
-
-
 def lines_innermost(cast: Cast) -> bool:
     """Return True if scales of adjacent lines are contiguous: float32 scales of tiles of 128, as FP8 units read them."""
     return cast.group.kind == "tile" and cast.group.size == 128 and cast.scaling.kind == "fp32"
 
 
-def expose_scale(scale: Tensor, cast: Cast, layout: GroupLayout) -> Tensor:
+def expose_scale(scale: "Tensor", cast: Cast, layout: GroupLayout) -> "Tensor":
     """Return scales [B, P, Q] in the order of the tensor's dimensions. One scale per tensor is 0-d, no scale is [0]."""
     if cast.group.kind == "none":
         return scale
     return scale.reshape(()) if cast.group.kind == "tensor" else layout.expose(scale)
-
-
-def empty_outputs(x: Tensor, cast: Cast, axis: int, container: Format) -> tuple[Tensor, Tensor]:
-    """Return uninitialized codes and scales in the shapes of `quantize`."""
-    layout = layout_of(tuple(x.shape), cast, axis)
-    values, scale = empty_lines(x, cast, layout, container)
-    return layout.expose(values), expose_scale(scale, cast, layout)
-
-
-def known_empty_outputs(x: Tensor, cast: Cast, axis: int, container: Format) -> tuple[Tensor, Tensor]:
-    """Return the same, with shapes and strides from a cache."""
-    values, scale = (
-        torch.empty_strided(size, stride, dtype=dtype, device=x.device)
-        for size, stride, dtype in _known_outputs(tuple(x.shape), cast, axis, container)
-    )
-    return values, scale
-
-
-@functools.lru_cache(maxsize=4096)
-def _known_outputs(
-    shape: tuple[int, ...], cast: Cast, axis: int, container: Format
-) -> list[tuple[torch.Size, tuple[int, ...], torch.dtype]]:
-    outputs = empty_outputs(torch.empty(shape, device="meta"), cast, axis, container)
-    return [(out.shape, out.stride(), out.dtype) for out in outputs]

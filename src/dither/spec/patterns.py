@@ -86,16 +86,17 @@ def _globs(expression: str) -> list[str] | None:
     """Return a glob for each of at most 8 alternatives of a simple regular expression, or None."""
     pieces = re.split(r"\((?:\?:)?([^()]*)\)", expression.removeprefix("^").removesuffix("$"))
     choices = [[_glob(text) for text in (piece.split("|") if place % 2 else [piece])] for place, piece in enumerate(pieces)]
-    if math.prod(map(len, choices)) > 8 or any(None in globs for globs in choices):
+    if math.prod(map(len, choices)) > 8 or None in itertools.chain(*choices):
         return None
-    return ["".join(parts) for parts in itertools.product(*choices)]
+    return ["".join(map(str, parts)) for parts in itertools.product(*choices)]
 
 
 def _glob(expression: str) -> str | None:
-    glob, end = "", 0
+    """Return the glob of a regular expression without groups, or None."""
+    found, end = "", 0
     for token in _TOKENS.finditer(expression):
         if token.start() != end:
             return None
-        kind, text, end = token.lastgroup, token[token.lastgroup], token.end()
-        glob += _GLOBS.get(kind) or (text.replace("[^", "[!", 1) if kind == "set" else escape(text))
-    return glob if end == len(expression) else None
+        kind, end = str(token.lastgroup), token.end()
+        found += _GLOBS.get(kind) or (token[kind].replace("[^", "[!", 1) if kind == "set" else escape(token[kind]))
+    return found if end == len(expression) else None

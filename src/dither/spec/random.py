@@ -6,18 +6,21 @@ row of the whole, unsharded tensor has a string of bits per step, made of the 12
     block j = philox(counter=(j, row, step, 0), key)
 
 An element in column c that uses `width` bits has bits c * width to (c + 1) * width - 1 of it, least significant first. The
-bits depend on coordinates only, so any shard, launch configuration or device draws the same.
+bits depend on coordinates only, so any shard, launch configuration or device draws the same. torch is imported
+when bits are drawn.
 """
 
 import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from dither.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 WIDTHS = (8, 16, 32)
 """Numbers of bits per element: divisors of a Philox word."""
@@ -54,14 +57,14 @@ class Stream:
 
     def bits(
         self,
-        step: int | Tensor,
+        step: "int | Tensor",
         shape: Sequence[int],
         offset: tuple[int, int] = (0, 0),
         *,
         width: int = 32,
-        device: torch.device | str = "cpu",
+        device: "torch.device | str" = "cpu",
         backend: str = "auto",
-    ) -> Tensor:
+    ) -> "Tensor":
         """Return the bits that a tensor of `shape` draws at an optimizer step: int32 with `width` random bits per element.
 
         Args:
@@ -79,6 +82,8 @@ class Stream:
         >>> bool((stream.bits(7, (2, 3), offset=(1, 5)) == whole[1:3, 5:8]).all())
         True
         """
+        import torch
+
         if width not in WIDTHS:
             raise UserError(f"An element draws 8, 16 or 32 bits, not {width!r}.")
         check_backend(backend)
@@ -89,9 +94,13 @@ class Stream:
         words: Tensor = torch.ops.dither.random_bits(draw.key, draw.step, rows, columns, draw.row, draw.column, width, backend)
         return words.reshape(shape)
 
-    def draw(self, step: int | Tensor, size: tuple[int, int], offset: tuple[int, int], device: torch.device | str) -> "Draw":
+    def draw(
+        self, step: "int | Tensor", size: tuple[int, int], offset: tuple[int, int], device: "torch.device | str"
+    ) -> "Draw":
         """Check the arguments and return the `Draw` that reference and kernels take, with the step on `device`."""
-        if isinstance(step, Tensor):
+        import torch
+
+        if isinstance(step, torch.Tensor):
             if step.dtype != torch.int64 or step.dim() != 0:
                 raise UserError(
                     f"A step is an integer or a 0-d int64 tensor, not a {step.dtype} tensor of shape {tuple(step.shape)}."
@@ -107,7 +116,9 @@ class Stream:
                 f"A tensor of {size[0]} x {size[1]} elements at offset {tuple(offset)} exceeds the 2^32 x 2^32 coordinates."
             )
         # torch.full launches a fill on the device; torch.tensor would copy from the host.
-        on_device = step.to(device) if isinstance(step, Tensor) else torch.full((), step, dtype=torch.int64, device=device)
+        on_device = (
+            step.to(device) if isinstance(step, torch.Tensor) else torch.full((), step, dtype=torch.int64, device=device)
+        )
         return Draw(self.key, on_device, row, column)
 
 
@@ -118,7 +129,7 @@ def check_backend(name: str) -> str:
     return name
 
 
-def matrix_size(x: Tensor) -> tuple[int, int]:
+def matrix_size(x: "Tensor") -> tuple[int, int]:
     """Return (rows, columns) of a tensor viewed as (product of leading dimensions, last dimension)."""
     columns = x.shape[-1] if x.dim() else 1
     return x.numel() // columns if columns else 0, columns
@@ -129,7 +140,7 @@ class Draw:
     """A stream's key, the step as a 0-d int64 tensor on the device that draws, and the first element's coordinates."""
 
     key: int
-    step: Tensor
+    step: "Tensor"
     """Or int64[3]: the step, and summands of `row` and `key` that only the device knows. Casts accept it."""
     row: int = 0
     column: int = 0

@@ -17,10 +17,10 @@ from dither.ops.backend import describe
 from dither.ops.reference import matmul, packing, rounding
 from dither.ops.reference.matmul import Operand
 from dither.ops.reference.scales import stored_scale
+from dither.ops.storage import storage_dtype
 from dither.spec import Cast
 from dither.spec.engines import TRIED, VERIFIABLE, Engine
 from dither.spec.formats import TABLE, Format
-from dither.spec.groups import storage_dtype
 from dither.tools.gpus import Device, advice_here, best_device, devices
 from dither.tools.recommend import Advice
 from dither.tools.self_test import (

@@ -1,7 +1,7 @@
 """Inspect the weights of a saved model: their magnitudes, the effect of casts, and the last updates."""
 
 import math
-import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,21 +14,20 @@ from dither.checkpoint.read import LoadedTensors
 from dither.checkpoint.state import optimizer_state
 from dither.console import Stage, silent
 from dither.errors import UserError
-from dither.models import hf, load_pretrained, preset
+from dither.models import preset
+from dither.models.open import find_model, open_model
 from dither.models.presets import skeleton
-from dither.nn.convert import _reasons
-from dither.nn.deployment import _weight
-from dither.nn.sites import find_sites
+from dither.nn.convert import reasons_left_alone
+from dither.nn.sites import find_sites, weight_of
 from dither.numerics.counts import COUNTS, SAMPLE, cast_counts, update_counts
 from dither.numerics.monitor import weight_and_update
 from dither.numerics.report import WeightUpdate, finite
+from dither.ops.backend import implementation
 from dither.ops.reference.adamw import FORMATS
-from dither.ops.torch_ops import implementation
 from dither.optim import AdamMini, AdamW, roles
 from dither.optim.groups import MEANING
 from dither.spec import Cast, LayerPrecision, Plan
 from dither.train.config import Config, loads
-from dither.train.evaluation import checkpoint_of
 
 LOW = 0.01
 """The quantile of magnitudes that is taken as their lower end."""
@@ -107,12 +106,15 @@ def inspect(path: str | Path, casts: Sequence[Cast], stage: Stage = silent) -> I
     path = Path(path)
     if not casts:
         raise UserError("There is no cast to inspect weights for: name one, such as e2m1:block(32).")
-    if os.path.isfile(path / "config.json"):
+    found = find_model(path)
+    if found.kind != "checkpoint":
         with stage(f"Reading {path}"):
-            weights = list(_of_huggingface(path))
+            weights = list(_of_model(open_model(found).model))
         return InspectedModel(str(path), None, _all_inspected(weights, casts, stage))
     with stage(f"Reading {path}"):
-        where = checkpoint_of(path)
+        where = found.path
+        for why in found.skipped:
+            print(why, file=sys.stderr)
         tensors, plain = checkpoint.load(where)
         note, updates = _updates(plain, tensors)
         weights = [each._replace(update=updates.get(each.name)) for each in _of_checkpoint(where, tensors, plain)]
@@ -128,17 +130,12 @@ def _all_inspected(weights: Sequence[_Weight], casts: Sequence[Cast], stage: Sta
     return tuple(found)
 
 
-def _of_huggingface(path: Path) -> Iterator[_Weight]:
-    model: nn.Module
-    try:
-        model = load_pretrained(path)
-    except UserError:
-        model = hf(str(path))  # transformers has more architectures
+def _of_model(model: nn.Module) -> Iterator[_Weight]:
     sites = find_sites(model)
-    left = _reasons(model, Plan(default=LayerPrecision()), sites, (), ())
+    left = reasons_left_alone(model, Plan(default=LayerPrecision()), sites, (), ())
     for site in sites:
         if site.name not in left:
-            _, weight, axis = _weight(site)
+            _, weight, axis = weight_of(site)
             yield _Weight(site.name, weight.detach(), axis % weight.dim())
 
 

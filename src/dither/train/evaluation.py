@@ -13,25 +13,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from dither import files
-from dither.checkpoint.format import PLAIN
 from dither.console import Stage, silent
 from dither.data import Corpus, Tokenizer, is_prepared, load_tokenizer, open_tokens, prepare
 from dither.errors import UserError
+from dither.evaluate.deployment import Deployment, deploy, plan_from_bitwidths, weight_cast
 from dither.evaluate.estimates import Estimate, paired
-from dither.evaluate.held_out import Perplexity, TaskScore, perplexity
-from dither.models import CausalLM, HuggingFace, hf, load_pretrained
-from dither.models.folder_files import is_in_few_bits, load_dequantized
+from dither.evaluate.held_out import Perplexity, TaskScore, evaluating, perplexity, replaced
+from dither.models import CausalLM
+from dither.models.lora import merged_model
+from dither.models.open import Found, find_model, open_model
 from dither.nn.convert import convert
-from dither.nn.deployment import Deployment, deploy, evaluating, plan_from_bitwidths, replaced, weight_cast
 from dither.spec import Cast, LayerPrecision, Plan
 from dither.spec.recipes import recipe
-from dither.train import weights
 from dither.train.config import Config, RunSettings, loads
-from dither.train.files import CONFIG
-from dither.train.lora import merged_model
 from dither.train.ranks import Ranks, joined
-from dither.train.trainer import Trainer, open_corpus
+from dither.train.trainer import open_corpus
 
 LEARNED = "learned"
 """The cast of each sampled layer to the narrowest format that carries its learned bitwidths."""
@@ -71,9 +67,7 @@ class Subject:
         if self.adapted:
             return merged_model(self.model)
         device = next(self.model.parameters()).device
-        if self.step is None:
-            return _of_folder(self.folder, device)
-        return load_pretrained(self.folder, device=device, dtype=torch.float32)
+        return open_model(self.folder, device=device, dtype=torch.float32, few_bits=True).model
 
 
 Score = Callable[[Subject], tuple[TaskScore, ...]]
@@ -292,10 +286,11 @@ def opened(
     """
     with tempfile.TemporaryDirectory(prefix="dither-eval-") as folder:
         scratch = Path(folder)
-        if os.path.isfile(path / "config.json"):
+        found = find_model(path)
+        if found.kind != "checkpoint":
             tokenizer = _tokenizer_of(path)
             text = _other(folder_data, scratch / "other", tokenizer, whole=bool(data)) if folder_data else None
-            model = _of_folder(path, ranks.device)
+            model = open_model(found, device=ranks.device, dtype=torch.float32, few_bits=True).model
             if model.embedding.num_embeddings < tokenizer.vocab_size:
                 raise UserError(
                     f"The model {str(path)!r} has {model.embedding.num_embeddings} tokens, and its tokenizer has "
@@ -303,45 +298,26 @@ def opened(
                 )
             yield Subject(str(path), path, None, model, tokenizer, text, sequence or SEQUENCE, 1)
             return
-        where = checkpoint_of(path)
-        config = _config_of(where)
-        home = where.parent.parent
-        own = open_corpus(config, home if os.path.isfile(home / CONFIG) else scratch, ranks)
-        trainer = Trainer(replace(config, run=replace(config.run, compile=False)), own, ranks, initial=False)
-        step = trainer.restore(where).step
+        config, where = config_of(found), found.path
+        own = open_corpus(config, found.run or scratch, ranks)
+        if found.others.get("corpus") != own.sha256:
+            raise UserError(
+                f"The checkpoint {str(where)!r} was trained on other tokens than those in {str(own.folder)!r}: use its data."
+            )
+        made = open_model(found, device=ranks.device, as_trained=True)
         corpus = _other(data, scratch / "other", own.tokenizer, whole=True) if data else own
-        batch = max(1, config.data.batch // trainer.parts)
+        batch = max(1, config.data.batch // ranks.share(config.data.batch, config.data.micro_batch, ranks.world))
         length = sequence or config.data.sequence
-        forward, adapted = trainer.training.forward, config.lora.rank is not None
-        yield Subject(str(where), where, step, trainer.model, own.tokenizer, corpus, length, batch, forward, adapted)
+        yield Subject(
+            str(where), where, made.step, made.model, own.tokenizer, corpus, length, batch, made.forward, made.adapted
+        )
 
 
-def _of_folder(path: Path, device: torch.device) -> CausalLM:
-    """Return the model of a Hugging Face folder in float32; weights in few bits are dequantized."""
-    if is_in_few_bits(path):
-        return HuggingFace(load_dequantized(path).to(device))
-    return hf(str(path), device=device, dtype=torch.float32)
-
-
-def checkpoint_of(path: Path) -> Path:
-    """Return the checkpoint at a path, or the newest whole one of a run; print why newer ones were passed over."""
-    found, skipped = weights.checkpoint_of(path)
-    for why in skipped:
+def config_of(found: Found) -> Config:
+    """Return the config in a checkpoint; print why newer checkpoints of the run were passed over."""
+    for why in found.skipped:
         print(why, file=sys.stderr)
-    return found
-
-
-def _config_of(path: Path) -> Config:
-    """Return the config in a checkpoint. Its hash is checked later, by `Trainer.restore`."""
-    try:
-        plain, _ = files.read_json(path / PLAIN)
-    except files.Refused as error:
-        raise UserError(f"The checkpoint {str(path)!r} is refused: {error}.") from None
-    others = plain.get("others") if isinstance(plain, dict) else None
-    text = others.get("config") if isinstance(others, dict) else None
-    if not isinstance(text, str):
-        raise UserError(f"The checkpoint {str(path)!r} was not made by `dither train`: it has no config.")
-    return loads(text, f"config of {path.name}")
+    return loads(found.others["config"], f"config of {found.path.name}")
 
 
 def _tokenizer_of(path: Path) -> Tokenizer:

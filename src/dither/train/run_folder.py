@@ -15,6 +15,7 @@ import torch
 
 from dither import files, run_lock
 from dither.errors import DitherError, UserError
+from dither.models.open import origin_of
 from dither.train import config
 from dither.train.config import Config, dumps
 from dither.train.files import (
@@ -30,7 +31,7 @@ from dither.train.files import (
     TOKENS,
     TRACKERS,
 )
-from dither.train.origin import keep_tokenizer, origin_of, recorded_facts
+from dither.train.origin import keep_tokenizer, recorded_facts
 from dither.train.plans import plans_file
 from dither.train.ranks import Ranks
 from dither.train.resume import changes_of, check_changes, record_changes
@@ -84,7 +85,7 @@ class RunFolder:
             write_file(self.path / PLAN, trainer.conversion.plan.to_json().encode())
             if trainer.sources:
                 write_file(self.path / PLANS, plans_file(trainer.sources))
-            if (origin := trainer.base or origin_of(settings.model)) is not None:
+            if (origin := trainer.base or origin_of(settings.model.weights, settings.model.hf)) is not None:
                 write_file(self.path / ORIGIN, files.to_json(origin, ORIGIN))
                 self.say(f"The initial weights are those of {origin['path']!r}, SHA-256 {origin['sha256']}.")
             keep_tokenizer(settings.data.tokenizer, self.path / TOKENIZER_FILES)

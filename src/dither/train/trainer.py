@@ -19,9 +19,11 @@ from dither.data import Batch, Corpus, Loader, held_out
 from dither.errors import UserError
 from dither.models import CausalLM, build, compile_blocks, flops_per_token, hf, preset
 from dither.models.causal import PlainLM
+from dither.models.lora import adapt, narrow_base
+from dither.models.open import check_same_base, load_weights, origin_of
 from dither.models.presets import blank, draw_parts
 from dither.nn import Conversion, Linear, bitwidth_loss, convert, effective_precision, param_groups, step_context
-from dither.nn.deployment import block_bitwidths
+from dither.nn.bitwidths import block_bitwidths
 from dither.numerics import Monitor, Report
 from dither.ops.ranks import gather
 from dither.optim import Training, roles, training
@@ -40,8 +42,6 @@ from dither.train.evaluating import Evaluation as Evaluation
 from dither.train.evaluating import evaluate, sample
 from dither.train.guard import GRACE, Guard, Interrupted, Signals
 from dither.train.layout import RankLayout, check_stages
-from dither.train.lora import adapt, narrow_base
-from dither.train.origin import check_same, origin_of
 from dither.train.passes import GraphedPasses, Passes, uses_graphs
 from dither.train.pipeline import Pipeline, check_micro_batches, check_pipeline, check_snip_stages
 from dither.train.plans import PlanEvent, RunPlans, known_plans, make_schedule, steps_for_snip, with_measured
@@ -49,7 +49,6 @@ from dither.train.ranks import Ranks
 from dither.train.replay import nonfinite_weight, replay, warm_up
 from dither.train.resume import check_changes
 from dither.train.samples import prompt_of
-from dither.train.weights import load_weights
 
 
 class Numbers(NamedTuple):
@@ -372,7 +371,7 @@ def _check_saved(path: Path, plain: Mapping[str, Any], trainer: Trainer) -> dict
         )
     saved = loads(others["config"], f"config of {path.name}")
     check_changes(saved, config, int(plain.get("step", 0)), str(path.parent.parent))
-    check_same(others.get("base"), trainer.base, path)
+    check_same_base(others.get("base"), trainer.base, path)
     return others
 
 
@@ -412,7 +411,7 @@ def _adapt(config: Config, model: CausalLM, say: Callable[[str], None]) -> dict[
     if config.lora.rank is None:
         return None
     say(str(adapt(model, config.lora, config.run.seed)))
-    return origin_of(config.model)
+    return origin_of(config.model.weights, config.model.hf)
 
 
 def guided_share(model: nn.Module, stages: Any) -> float:

@@ -24,7 +24,7 @@ from dither.integrations.torchtitan.layers import draw_in_float32, layer_configs
 from dither.integrations.torchtitan.optimizers import dither_adamw
 from dither.nn.bitwidths import bitwidth_loss
 from dither.nn.convert import Conversion
-from dither.nn.sites import _all, converted_layers, linear_of
+from dither.nn.sites import converted_layers, linear_of, linears_of
 from dither.snip.controller import Snip
 from dither.snip.dry_run import TrainingSetup
 from dither.snip.settings import SnipSettings
@@ -89,7 +89,7 @@ class DitherTrainer(Trainer):  # type: ignore[misc]
         self._guides = False
         for part in self.model_parts:
             for layer in converted_layers(part).values():
-                for linear in _all(layer):
+                for linear in linears_of(layer):
                     linear.belong_to(part)
             if converted_layers(part):
                 # Conversion took place on the meta device: only here it is known which units multiply.

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from dither.ops import storage
 from dither.spec import groups
 from dither.spec.formats import Format
 
@@ -14,7 +15,7 @@ def pack(codes: Tensor, format: Format) -> Tensor:
     tensor([33,  3], dtype=torch.uint8)
     """
     if format.bits not in groups.PACKED_BITS:
-        return codes.to(groups.integer_dtype(format)).contiguous()
+        return codes.to(storage.integer_dtype(format)).contiguous()
     per = 2 if format.bits == 4 else 4
     codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % per))
     shifts = torch.arange(per, device=codes.device, dtype=torch.int32) * format.bits

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from dither.ops import storage
 from dither.ops.reference import packing, philox, rounding, scales
 from dither.spec import Cast
 from dither.spec import groups as grouping
@@ -38,7 +39,7 @@ def quantize(
     codes = rounding.encode(rounded, container)
     if layout.along_rows:
         codes = codes.transpose(1, 2)
-    stored = packing.pack(codes, container).view(grouping.storage_dtype(container))
+    stored = packing.pack(codes, container).view(storage.storage_dtype(container))
     scale, tensor = x.new_empty(0, dtype=torch.float32), x.new_empty(0, dtype=torch.float32)
     if factors is not None:
         scale = scales.stored_scale(factors.restore, cast.scaling)
@@ -104,7 +105,7 @@ def dequantize(
 ) -> Tensor:
     """Return the numbers that codes and scales stand for, value(code) * scale (* tensor scale), in `shape` and `dtype`."""
     layout = grouping.layout_of(shape, cast, axis)
-    lines = layout.collect(values.view(grouping.integer_dtype(cast.element)))
+    lines = layout.collect(values.view(storage.integer_dtype(cast.element)))
     decoded = rounding.decode(packing.unpack(lines, layout.lines[1], cast.element), cast.element)
     if layout.along_rows:
         decoded = decoded.transpose(1, 2)

@@ -9,21 +9,14 @@ instead of storing it. Every step is integer arithmetic or an exactly rounded fl
 import torch
 from torch import Tensor
 
+from dither.ops import storage
 from dither.ops.reference import philox, rounding
 from dither.spec import Rounding
 from dither.spec.formats import TABLE, Format
 from dither.spec.random import Draw
+from dither.spec.sampling import NOISES as NOISES
 
-NOISES = ("rounded_normal", "rounded_normal_exact", "uniform", "none")
-"""Kinds of noise R, see `noise_of`."""
-
-DTYPES = {
-    torch.float32: TABLE["fp32"],
-    torch.bfloat16: TABLE["bf16"],
-    torch.float16: TABLE["fp16"],
-    torch.float8_e4m3fn: TABLE["e4m3"],
-    torch.float8_e5m2: TABLE["e5m2"],
-}
+DTYPES = {storage.DTYPES[name]: TABLE[name] for name in ("fp32", "bf16", "fp16", "e4m3", "e5m2")}
 """Dtypes of sampled weights."""
 
 ROUNDED_NORMAL = (291, 3)

@@ -25,7 +25,7 @@ import triton
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
-from dither.spec.groups import INTEGERS
+from dither.ops.storage import INTEGERS
 
 
 @triton.jit

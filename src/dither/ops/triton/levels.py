@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dither.ops import storage
 from dither.ops.triton import BoundKernel, native
 from dither.ops.triton import quantize as one_cast
 from dither.ops.triton.quantize import _quantize_both_kernel, _quantize_kernel, _quantize_once_kernel
@@ -197,7 +198,7 @@ def quantize(
     They are written into `out`, if it is given: codes and scales of an earlier call with such an x.
     """
     place = groups.known_layout(tuple(x.shape), casts[0], axis)
-    values, scale = out or groups.known_empty_outputs(x, casts[0], axis, container)
+    values, scale = out or storage.known_empty_outputs(x, casts[0], axis, container)
     _launch(x, casts, level, place, draw, given_amax, container, values, scale)
     return values, scale, x.new_empty(0, dtype=torch.float32)
 
@@ -215,8 +216,8 @@ def quantize_both(
 
     They are written into `out`, if it is given: codes and scales of an earlier call with such an x.
     """
-    along = out[:2] if out else groups.known_empty_outputs(x, casts[0], 1, container)
-    across = out[2:] if out else groups.known_empty_outputs(x, casts[0], 0, container)
+    along = out[:2] if out else storage.known_empty_outputs(x, casts[0], 1, container)
+    across = out[2:] if out else storage.known_empty_outputs(x, casts[0], 0, container)
     nothing = torch.empty(0, device=x.device)
     kind = casts[0].group.kind
     if kind == "row":

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dither.ops import storage
 from dither.ops.reference.loss import IGNORE, gradients_like
 from dither.ops.triton import BoundKernel, native
 from dither.ops.triton.packing import store_packed
@@ -22,7 +23,7 @@ from dither.ops.triton.quantize import _known_constants
 from dither.ops.triton.rounding import as_bits, narrow_float, widen
 from dither.ops.triton.scales import group_factors
 from dither.ops.triton.tiles import cast_tile, load_tile, tile_codes
-from dither.spec import Cast, groups
+from dither.spec import Cast
 
 BLOCK = 4096
 """Logits that a program loads at a time. The error bounds in `dither.ops.reference.loss` assume no fewer, if a row has them."""
@@ -439,7 +440,7 @@ def backward_codes(
     out: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Cast the gradients of some rows along both axes; see `dither.ops.reference.loss`."""
-    values, scale = groups.known_empty_outputs(logits_NV, cast, 1, cast.element)
+    values, scale = storage.known_empty_outputs(logits_NV, cast, 1, cast.element)
     if not logits_NV.numel():
         return values, scale.fill_(1.0)
     if logits_NV.stride(1) != 1:

@@ -19,10 +19,10 @@ from dither.ops import backend
 from dither.ops.reference import matmul as reference
 from dither.ops.reference.matmul import Operand
 from dither.ops.reference.scales import loaded_scale
+from dither.ops.storage import storage_dtype
 from dither.ops.triton import interpreted, quantize
 from dither.spec import Cast
 from dither.spec.engines import Engine, engine_for, scales_inside
-from dither.spec.groups import storage_dtype
 
 UNITS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dither.ops import storage
 from dither.ops.triton import BoundKernel, native, quantize_128
 from dither.ops.triton.packing import store_packed
 from dither.ops.triton.philox import aligned, program_tile, tiles
@@ -105,7 +106,7 @@ def dequantize(
     """Return the numbers that codes and scales stand for, in `shape` and `dtype`."""
     layout = grouping.known_layout(shape, cast, axis)
     out = torch.empty((layout.batch, layout.rows, layout.columns), dtype=dtype, device=values.device)
-    codes = layout.collect(values.view(grouping.integer_dtype(cast.element)))
+    codes = layout.collect(values.view(storage.integer_dtype(cast.element)))
     groups = scale.reshape(-1)[:0]
     if cast.group.kind != "none":
         whole = cast.group.kind == "tensor"
@@ -348,7 +349,7 @@ def quantize(
     out: codes and scales of an earlier call with an x of the same kind, to be overwritten.
     """
     layout = groups.known_layout(tuple(x.shape), cast, axis)
-    values, scale = out or groups.known_empty_outputs(x, cast, axis, container)
+    values, scale = out or storage.known_empty_outputs(x, cast, axis, container)
     tensor = _launch(x, cast, layout, draw, given_amax, container, values, scale, fake=False)
     return values, scale, tensor
 
@@ -375,8 +376,8 @@ def quantize_both(
     out: codes and scales of an earlier call with an x of the same kind, to be overwritten.
     largest: a 0-d tensor that is raised to the largest magnitude of x and returned.
     """
-    along = out[:2] if out else groups.known_empty_outputs(x, cast, 1, container)
-    across = out[2:] if out else groups.known_empty_outputs(x, cast, 0, container)
+    along = out[:2] if out else storage.known_empty_outputs(x, cast, 1, container)
+    across = out[2:] if out else storage.known_empty_outputs(x, cast, 0, container)
     measured = largest
     if measured is None:
         delayed = cast.scaling.kind == "delayed"
@@ -408,7 +409,7 @@ def quantize_both(
 
 def quantize_apart(x: Tensor, along: Cast, across: Cast) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return codes and scales of the matrix `x` by `along` along axis 1, and by `across` along axis 0."""
-    outputs = [groups.known_empty_outputs(x, cast, axis, cast.element) for cast, axis in ((along, 1), (across, 0))]
+    outputs = [storage.known_empty_outputs(x, cast, axis, cast.element) for cast, axis in ((along, 1), (across, 0))]
     (values, scale), (values_t, scale_t) = outputs
     if quantize_128.takes(x, along, across, across.element):
         quantize_128.quantize_squares(x, along, across, (values, scale, values_t, scale_t))
@@ -586,7 +587,7 @@ def _known_constants(
 
 def _bits(scale: Tensor) -> Tensor:
     """Return scales that are codes as integers of their size: kernels store bits."""
-    return scale if scale.dtype == torch.float32 else scale.view(groups.INTEGERS[scale.itemsize])
+    return scale if scale.dtype == torch.float32 else scale.view(storage.INTEGERS[scale.itemsize])
 
 
 def _tile_shape(

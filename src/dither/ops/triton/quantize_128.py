@@ -258,7 +258,7 @@ CASTS = ((_TILES, _TILES), (_TILES, _BLOCKS), (_BLOCKS, _BLOCKS))
 
 
 def quantize_squares(x: Tensor, along: Cast, across: Cast, out: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
-    """Write codes and scales of both layouts to `out`, which are in the memory order of `grouping.empty_outputs`."""
+    """Write codes and scales of both layouts to `out`, which are in the memory order of `storage.empty_outputs`."""
     _launch(tuple(x.shape), x.stride(0), x.dtype, x.device, along, across)(x, *out)
 
 

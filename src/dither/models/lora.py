@@ -3,24 +3,54 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from dither.errors import UserError
-from dither.models import CausalLM, HuggingFace
+from dither.models.causal import CausalLM
 from dither.models.presets import empty
+from dither.models.transformers_models import HuggingFace
 from dither.nn.frozen import FrozenLinear, freeze_base
 from dither.nn.layers import Conv1D
 from dither.nn.linear import Linear
+from dither.ops.storage import storage_dtype
 from dither.optim import MODES
 from dither.spec.formats import TABLE
-from dither.spec.groups import storage_dtype
-from dither.train.lora_settings import Lora
 
 ADAPTER = "default"
 """The name of the adapter, as PEFT calls it."""
+
+
+class LoraSettings(Protocol):
+    """The section [lora] of a config."""
+
+    @property
+    def rank(self) -> int | None:
+        """Rank of the adapters; None means that there are none."""
+
+    @property
+    def alpha(self) -> float:
+        """Adapters are multiplied by alpha / rank."""
+
+    @property
+    def dropout(self) -> float:
+        """Probability with which inputs of adapters are dropped in training."""
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Last names of the layers that get an adapter; none means every linear layer of the blocks."""
+
+
+@dataclass(frozen=True)
+class SavedLora:
+    """The section [lora] in a checkpoint."""
+
+    rank: int
+    alpha: float
+    dropout: float
+    targets: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -44,7 +74,7 @@ class Adapted:
         )
 
 
-def peft_config(settings: Lora, model: CausalLM, base: str | None = None) -> Any:
+def peft_config(settings: LoraSettings, model: CausalLM, base: str | None = None) -> Any:
     """Return PEFT's config of the adapters; raise a UserError if PEFT is missing or a target is no layer.
 
     Args:
@@ -71,7 +101,7 @@ def peft_config(settings: Lora, model: CausalLM, base: str | None = None) -> Any
     )
 
 
-def _targets(settings: Lora, model: CausalLM) -> list[str]:
+def _targets(settings: LoraSettings, model: CausalLM) -> list[str]:
     """Return the last names of the linear layers of the blocks that get adapters."""
     kinds: tuple[type[nn.Module], ...] = (nn.Linear, Conv1D)
     paths = [name for name, module in model.blocks.named_modules() if isinstance(module, kinds)]
@@ -84,7 +114,7 @@ def _targets(settings: Lora, model: CausalLM) -> list[str]:
     return list(settings.targets) or there
 
 
-def adapt(model: CausalLM, settings: Lora, seed: int) -> Adapted:
+def adapt(model: CausalLM, settings: LoraSettings, seed: int) -> Adapted:
     """Add adapters to a converted model in place, and keep only the codes of the weights that the plan casts.
 
     From then on the state dict holds the adapters alone, and loading one leaves the base as it is.

@@ -16,10 +16,11 @@ from rich import box
 from rich.table import Table
 from torch import Tensor, nn
 
+from dither.console import printed
 from dither.errors import UserError
-from dither.nn.convert import _patterns, _reasons
-from dither.nn.deployment import _printed, _weight, evaluating, replaced
-from dither.nn.sites import find_sites
+from dither.evaluate.held_out import evaluating, replaced
+from dither.nn.convert import checked_patterns, reasons_left_alone
+from dither.nn.sites import find_sites, weight_of
 from dither.ops.reference.sampling import block_amax
 from dither.spec import LayerPrecision, Plan, Sampling
 from dither.spec.bitwidths import allocate, capacity, safe_bitwidth
@@ -99,7 +100,7 @@ class Targets:
         return table
 
     def __str__(self) -> str:
-        return _printed(self)
+        return printed(self)
 
 
 def choose_targets(
@@ -157,8 +158,10 @@ def choose_targets(
     tolerance = 0.005 if tolerance is None and mean is None else tolerance
     _check(batches, tolerance, probes, draws, low, high)
     plan, sites = Plan(default=LayerPrecision()), find_sites(model)
-    left_alone = _reasons(model, plan, sites, _patterns("skip", skip, sites), _patterns("only", only, sites))
-    weights = {site.name: _weight(site)[:2] for site in sites if site.name not in left_alone and not site.parameter}
+    left_alone = reasons_left_alone(
+        model, plan, sites, checked_patterns("skip", skip, sites), checked_patterns("only", only, sites)
+    )
+    weights = {site.name: weight_of(site)[:2] for site in sites if site.name not in left_alone and not site.parameter}
     if not weights:
         raise UserError(f"{type(model).__name__} has no linear layer to choose bitwidths for: only= and skip= leave none.")
 
@@ -218,7 +221,7 @@ def measure_rise(
         for draw in range(draws):
             noises = {}
             for layer, b in bitwidths.items():
-                parameter, weight, _ = _weight(sites[layer])
+                parameter, weight, _ = weight_of(sites[layer])
                 noises[parameter] = weight, 2.0 ** (1 - b) * _noise(weight, layer, sampling, seed, draw)
             rises.append(_mean_loss_around(model, loss_fn, batches, noises) - plainly)
     return statistics.fmean(rises), statistics.stdev(rises) / math.sqrt(draws)

@@ -1,0 +1,298 @@
+"""Casts of trained weights, and plans from learned bitwidths.
+
+`plan_from_bitwidths` turns the bitwidths of a model's sampled layers into a Plan with one weight format per layer. `deploy`
+casts trained weights by a plan, `deploy_blocks` casts each block to a format of its own, and both measure the loss before and
+after.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from rich import box
+from rich.table import Table
+from torch import Tensor, nn
+
+from dither.console import printed
+from dither.errors import UserError
+from dither.evaluate.held_out import evaluating, replaced
+from dither.nn.bitwidths import block_lengths, learned_blocks, less_slack, narrowest_formats, sampled_layers
+from dither.nn.convert import reasons_left_alone
+from dither.nn.linear import Linear
+from dither.nn.sites import find_sites, weight_of
+from dither.ops import quantize
+from dither.ops.reference.sampling import block_amax
+from dither.spec import Cast, Granularity, LayerPrecision, Plan, Sampling
+from dither.spec.bitwidths import DEPLOYABLE, VARIANCE, deployable
+from dither.spec.formats import Format
+
+Evaluate = Callable[[nn.Module], float]
+"""A function (model) -> loss, which is called with the model in eval mode."""
+
+
+# Plans ----------------------------------------------------------------------------------------------------------------
+
+
+def plan_from_bitwidths(
+    model: nn.Module,
+    *,
+    granularity: str = "block(32)",
+    scale: str = "fp32",
+    quantile: float = 1.0,
+    slack: float = 0.0,
+    rule: Literal["table", "noise"] = "table",
+    formats: Sequence[str] = DEPLOYABLE,
+) -> Plan:
+    """Return a plan that casts the weight of each sampled layer to the narrowest of `formats` that its bitwidths allow.
+
+    Layers without bitwidths are left alone. A plan has one format per layer; see `deploy_blocks` for one format per block.
+
+    Args:
+        model: A model with sampled layers.
+        granularity: Granularity of the casts.
+        scale: Scale of the casts.
+        quantile: For the rule "table": the fraction of a layer's weights whose b_t the format must carry.
+        slack: For the rule "table": bits by which b_t may exceed the capacity of a format.
+        rule: "table", the paper's Table 2, or "noise": the mean square error of the cast is at most that of the noise in
+            training.
+        formats: The formats to choose from.
+
+    >>> import dither, torch
+    >>> from dither.spec import Sampling
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 64))
+    >>> _ = dither.convert(model, dither.Plan().with_sampling(Sampling(b_init=4, b_target=3)))
+    >>> print(plan_from_bitwidths(model).for_layer("0"))
+    weight e3m2 block(32) fp32 nearest
+    """
+    if rule not in ("table", "noise"):
+        raise UserError(f"rule= is 'table' (the paper's Table 2) or 'noise' (the noise in training), not {rule!r}.")
+    if not isinstance(quantile, int | float) or not 0 < quantile <= 1:
+        raise UserError(f"quantile= is a fraction of a layer's weights, above 0 and up to 1, not {quantile!r}.")
+    Granularity.parse(granularity)
+    rules = []
+    for name, layer in sampled_layers(model).items():
+        b_t, counts = learned_blocks(name, layer)
+        if rule == "table":
+            cast = weight_cast(
+                deployable(_quantile(less_slack(b_t, slack), counts, quantile), formats).name, granularity, scale
+            )
+        else:
+            cast = _within_noise(name, layer, b_t, [weight_cast(format, granularity, scale) for format in formats])
+        rules.append((name, LayerPrecision(weight=cast)))
+    origin = {"origin": "bitwidths", "rule": rule} | ({"quantile": quantile, "slack": slack} if rule == "table" else {})
+    return Plan(layers=tuple(rules), provenance=origin)
+
+
+def weight_cast(format: str, granularity: str = "block(32)", scale: str = "fp32") -> Cast:
+    """Return a cast of weights to `format`, without a scale if the format has float32's range.
+
+    >>> str(weight_cast("e2m1")), str(weight_cast("bf16"))
+    ('e2m1 block(32) fp32 nearest', 'bf16 nearest')
+    """
+    return Cast(format) if Format.parse(format).exponent_bits == 8 else Cast(format, granularity, scale)
+
+
+def _quantile(b_t: Tensor, counts: Tensor, quantile: float) -> float:
+    """Return the smallest b_t that a fraction `quantile` of the weights do not exceed."""
+    order = b_t.argsort()
+    reached = counts[order].cumsum(0) >= quantile * counts.sum() * (1 - 1e-12)  # sums of shares are not exact
+    return b_t[order][reached][0].item()
+
+
+def _within_noise(name: str, layer: Linear, b_t: Tensor, casts: list[Cast]) -> Cast:
+    """Return the narrowest cast whose squared error is at most the expected square of the noise."""
+    sampling: Sampling = layer.precision.sampling  # type: ignore[assignment]
+    weight = layer.weight.detach()
+    rows, columns = (block_lengths(size, sampling.block) for size in weight.shape)
+    amax = block_amax(weight, sampling.block).double().cpu()
+    allowed = (torch.outer(rows, columns) * (amax * torch.exp2(1 - b_t.view(amax.shape))).square()).sum().item()
+    allowed *= VARIANCE[sampling.noise]
+    for cast in sorted(casts, key=lambda cast: cast.element.bits):
+        stored = quantize(weight, cast, axis=0 if layer.transposed else -1).dequantize(torch.float32)
+        if (stored - weight.float()).double().square().sum().item() <= allowed:
+            return cast
+    raise UserError(
+        f"No format among {', '.join(cast.format for cast in casts)} has an error within the noise of the layer {name!r} in "
+        "training: add a wider format."
+    )
+
+
+# Deployment -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DeployedLayer:
+    """A layer whose weight was cast."""
+
+    name: str
+    weights: int
+    formats: Mapping[str, float]
+    """Fraction of weights in each format."""
+    bits: float
+    """Bits per weight as stored, scales included."""
+    error: float
+    """Norm of the change divided by the norm of the weight."""
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """Trained weights cast to few bits, with their errors and the loss. Prints as a table."""
+
+    layers: tuple[DeployedLayer, ...]
+    weights: Mapping[str, Tensor]
+    """The cast weights by the names of their parameters, dequantized to the parameters' dtype."""
+    loss_before: float | None
+    loss_after: float | None
+
+    @property
+    def bits(self) -> float:
+        """Return the mean bits per weight of the cast layers."""
+        return sum(layer.bits * layer.weights for layer in self.layers) / sum(layer.weights for layer in self.layers)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Return the dtype for a file of the deployed model: the narrower of BF16 and FP16 that its formats need, or None.
+
+        Formats of few bits and BF16 are stored in BF16, FP16 in FP16. None, which keeps the dtype of the parameters, stands for
+        wider formats, or BF16 and FP16 mixed.
+        """
+        formats = {name for layer in self.layers for name in layer.formats}
+        if any(Format.parse(name).bits > 16 for name in formats) or {"bf16", "fp16"} <= formats:
+            return None
+        return torch.float16 if "fp16" in formats else torch.bfloat16
+
+    def write(self, model: nn.Module) -> None:
+        """Copy the cast weights into a model's parameters, whose dtype does not change.
+
+        `dither.models.save_pretrained` then writes the model in the dtype of the deployment, BF16 for formats of few bits,
+        unless its `dtype=` says otherwise. `dither.export` writes the few bits themselves.
+        """
+        with torch.no_grad():
+            for name, weight in self.weights.items():
+                model.get_parameter(name).copy_(weight)
+        model.deployed_dtype = self.dtype  # type: ignore[assignment]
+
+    def state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """Return the model's state dict with the cast weights."""
+        return {**model.state_dict(), **self.weights}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything but the weights as plain values, ready for JSON."""
+        losses = {"loss_before": self.loss_before, "loss_after": self.loss_after}
+        return {"layers": [dict(vars(layer)) for layer in self.layers], "bits": self.bits, **losses}
+
+    def __rich__(self) -> Table:
+        losses = () if self.loss_before is None else (f"loss {self.loss_before:.5f} -> {self.loss_after:.5f}",)
+        caption = ", ".join([f"{self.bits:.2f} bits per weight", *losses])
+        table = Table(
+            "layer", "weights", "formats", "bits", "error", box=box.SIMPLE_HEAD, caption=caption, caption_justify="left"
+        )
+        for layer in self.layers:
+            shares = ", ".join(f"{name} {share:.0%}" for name, share in layer.formats.items())
+            table.add_row(layer.name, f"{layer.weights:,}", shares, f"{layer.bits:.2f}", f"{layer.error:.4f}")
+        return table
+
+    def __str__(self) -> str:
+        return printed(self)
+
+
+def deploy(model: nn.Module, plan: Plan, *, evaluate: Evaluate | None = None) -> Deployment:
+    """Cast the weights of a model's linear layers by a plan, and measure the loss before and after.
+
+    The model is not changed: `Deployment.write` copies the cast weights into it. Casts of a converted model's products stay in
+    use during the evaluation.
+
+    Args:
+        model: A trained model.
+        plan: A plan, of which only the casts of weights are used. Layers without one are left alone, and so is the output
+            layer unless a rule names it.
+        evaluate: A function (model) -> loss. It is called twice in eval mode, in which sampled layers have no noise.
+
+    >>> import dither, torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64))
+    >>> plan = dither.Plan(default=dither.LayerPrecision.of(weight="e2m1 block(32)"))
+    >>> x = torch.randn(100, 64)
+    >>> deployment = deploy(model, plan, evaluate=lambda model: (model(x) - x).square().mean().item())
+    >>> deployment.bits  # 4, and 32 for each 1024 weights
+    4.03125
+    """
+    if not isinstance(plan, Plan):
+        raise UserError(f"deploy takes a Plan that casts weights, not {plan!r}; plan_from_bitwidths(model) makes one.")
+    cast_weights: dict[str, tuple[DeployedLayer, Tensor]] = {}
+    sites = find_sites(model)
+    left_alone = reasons_left_alone(model, plan, sites, (), ())
+    for site in sites:
+        precision = plan.for_layer(site.name)
+        if site.name not in left_alone and precision is not None and precision.weight is not None:
+            parameter, weight, axis = weight_of(site)
+            codes = quantize(weight, precision.weight, axis=axis)
+            stored = [codes.values, codes.scale, codes.tensor_scale]
+            bits = 8 * sum(part.numel() * part.itemsize for part in stored if part is not None) / weight.numel()
+            formats = {precision.weight.format: 1.0}
+            cast_weights[parameter] = _deployed(site.name, weight, codes.dequantize(), formats, bits)
+    if not cast_weights:
+        raise UserError(
+            f"The plan casts no weight of {type(model).__name__}: give its layers a weight such as 'e2m1 block(32)'."
+        )
+    return _evaluated(model, cast_weights, evaluate)
+
+
+def deploy_blocks(
+    model: nn.Module,
+    *,
+    formats: Sequence[str] = DEPLOYABLE,
+    scale: str = "fp32",
+    slack: float = 0.0,
+    evaluate: Evaluate | None = None,
+) -> Deployment:
+    """Cast each block of a sampled layer to the narrowest of `formats` that carries its bitwidth; see `deploy`.
+
+    A block has one scale and an integer number of bits for the index of its format. `slack` is that of `effective_precision`.
+
+    >>> import dither, torch
+    >>> from dither.spec import Sampling
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 64))
+    >>> _ = dither.convert(model, dither.Plan().with_sampling(Sampling(b_init=5, b_target=3)))
+    >>> with torch.no_grad():
+    ...     _ = model[0].bitwidth.copy_(torch.tensor([[0.0, 1.0]]))
+    >>> dict(deploy_blocks(model).layers[0].formats)
+    {'e2m1': 0.5, 'e4m3': 0.5}
+    """
+    cast_weights: dict[str, tuple[DeployedLayer, Tensor]] = {}
+    for name, layer in sampled_layers(model).items():
+        b_t, counts = learned_blocks(name, layer)
+        block, weight = layer.precision.sampling.block, layer.weight.detach()  # type: ignore[union-attr]
+        chosen, candidates = narrowest_formats(b_t, formats, slack)
+        grid = chosen.view(layer.bitwidths().shape).to(weight.device)
+        by_weight = grid.repeat_interleave(block, 0)[: weight.shape[0]].repeat_interleave(block, 1)[:, : weight.shape[1]]
+        result, shares, bits = torch.empty_like(weight), {}, math.ceil(math.log2(len(candidates))) * len(counts)
+        for index in torch.unique(chosen).tolist():
+            cast = weight_cast(candidates[int(index)], f"block({block})", scale)
+            result = torch.where(by_weight == index, quantize(weight, cast).dequantize(), result)
+            here = counts[chosen == index]
+            shares[cast.format] = (here.sum() / counts.sum()).item()
+            scales = {"none": 0, "fp32": 32}.get(cast.scaling.kind, 8) * len(here)
+            bits += cast.element.bits * int(here.sum()) + scales
+        cast_weights[f"{name}.weight"] = _deployed(name, weight, result, shares, bits / weight.numel())
+    return _evaluated(model, cast_weights, evaluate)
+
+
+def _deployed(name: str, old: Tensor, new: Tensor, formats: Mapping[str, float], bits: float) -> tuple[DeployedLayer, Tensor]:
+    size = old.float().norm().item()
+    error = (new.float() - old.float()).norm().item() / size if size else 0.0
+    return DeployedLayer(name, old.numel(), formats, bits, error), new
+
+
+def _evaluated(
+    model: nn.Module, cast_weights: Mapping[str, tuple[DeployedLayer, Tensor]], evaluate: Evaluate | None
+) -> Deployment:
+    weights = {name: weight for name, (_, weight) in cast_weights.items()}
+    before = after = None
+    if evaluate is not None:
+        with evaluating(model):
+            before = float(evaluate(model))
+            with replaced(model, weights):
+                after = float(evaluate(model))
+    return Deployment(tuple(layer for layer, _ in cast_weights.values()), weights, before, after)

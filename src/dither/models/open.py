@@ -1,0 +1,385 @@
+"""Open a model from any path: a run, a checkpoint, a Hugging Face folder, or a checkpoint of DCP."""
+
+import hashlib
+import os
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from dither import files
+from dither.checkpoint import SavedTensors, newest, step_of
+from dither.checkpoint.foreign import is_dcp, open_dcp
+from dither.checkpoint.format import MANIFEST, PLAIN
+from dither.checkpoint.read import LoadedTensors, TensorSource
+from dither.checkpoint.state import plan_of, restore_model
+from dither.errors import UserError
+from dither.models.causal import CausalLM
+from dither.models.folder_files import CONFIG, is_in_few_bits, load_dequantized
+from dither.models.hub import load_pretrained
+from dither.models.lora import SavedLora, adapt, merged_model, narrow_base
+from dither.models.presets import empty
+from dither.models.sizes import preset
+from dither.models.torchtitan_names import PREFIXES, halves_from_pairs, rotates, titan_names
+from dither.models.transformers_models import HuggingFace, hf
+from dither.nn.convert import convert
+from dither.optim import training
+from dither.spec import Plan
+
+RUN, CHECKPOINTS = "config.toml", "checkpoints"
+"""The config and the checkpoints in the folder of a run."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What there is at a path. No weights are read."""
+
+    kind: Literal["checkpoint", "dcp", "folder"]
+    path: Path
+    """The checkpoint, also if the path is that of a run, or the folder."""
+    run: Path | None = None
+    """The folder of the run that a checkpoint belongs to, if it is still there."""
+    skipped: tuple[str, ...] = ()
+    """Why newer checkpoints of the run were passed over."""
+
+    @property
+    def step(self) -> int | None:
+        """The number of training steps in the name of a checkpoint, or None."""
+        return step_of(self.path) if self.kind == "checkpoint" and re.search(r"-[0-9]+$", self.path.name) else None
+
+    @property
+    def others(self) -> Mapping[str, Any]:
+        """The plain values of the run in a checkpoint. Their hash is checked when the checkpoint is opened."""
+        try:
+            plain, _ = files.read_json(self.path / PLAIN)
+        except files.Refused as error:
+            raise UserError(f"The checkpoint {str(self.path)!r} is refused: {error}.") from None
+        others = plain.get("others") if isinstance(plain, dict) else None
+        if not isinstance(others, dict) or not isinstance(others.get("config"), str):
+            raise UserError(f"The checkpoint {str(self.path)!r} was not made by `dither train`: it has no config.")
+        return others
+
+    def sha256(self) -> str:
+        """Return the SHA-256 in the manifest of a checkpoint, or that of all files of a folder: a second per gigabyte."""
+        if self.kind == "checkpoint":
+            try:
+                manifest, _ = files.read_json(self.path / MANIFEST)
+            except files.Refused as error:
+                raise UserError(f"The checkpoint {str(self.path)!r} is refused: {error}.") from None
+            return str(manifest.get("sha256", "")) if isinstance(manifest, dict) else ""
+        patterns = (CONFIG, "*.safetensors") if self.kind == "folder" else (".metadata", "*.distcp", "*.safetensors")
+        return _digest(path for pattern in patterns for path in self.path.glob(pattern))
+
+
+def _digest(paths: Iterable[Path]) -> str:
+    """Return the SHA-256 of the names and digests of files."""
+    whole = hashlib.sha256()
+    for path in sorted(paths):
+        with path.open("rb") as file:
+            whole.update(f"{path.name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return whole.hexdigest()
+
+
+def find_model(path: str | Path) -> Found:
+    """Return what there is at a path: a run, whose newest whole checkpoint is found, a checkpoint, or a folder.
+
+    >>> find_model("nowhere")
+    Traceback (most recent call last):
+    dither.errors.UserError: 'nowhere' is neither a run (config.toml), nor a checkpoint (manifest.json), nor a model (config.json): name a folder that `dither train` or `dither export` wrote, or one of Hugging Face.
+    """  # noqa: E501
+    path = Path(path)
+    if os.path.isfile(path / CONFIG):
+        return Found("folder", path)
+    if os.path.isfile(path / RUN):
+        found, skipped = newest(path / CHECKPOINTS)
+        if found is None:
+            raise UserError(f"The run {str(path)!r} has no whole checkpoint yet.")
+        return Found("checkpoint", found, path, tuple(why for _, why in skipped))
+    if os.path.isfile(path / MANIFEST):
+        run = path.parent.parent
+        return Found("checkpoint", path, run if os.path.isfile(run / RUN) else None)
+    if is_dcp(path):
+        return Found("dcp", path)
+    raise UserError(
+        f"{str(path)!r} is neither a run (config.toml), nor a checkpoint (manifest.json), nor a model (config.json): name "
+        "a folder that `dither train` or `dither export` wrote, or one of Hugging Face."
+    )
+
+
+def origin_of(weights: str | None, hugging_face: str | None) -> dict[str, Any] | None:
+    """Return the origin of a model's initial weights as plain values, or None if they are random.
+
+    Args:
+        weights: A run, a checkpoint, or one of DCP.
+        hugging_face: A folder, the name of a model on the hub, or the file of a config.
+
+    >>> origin_of(None, None) is None
+    True
+    """
+    if weights is None and (hugging_face is None or hugging_face.endswith(".json")):
+        return None
+    if weights is None and not os.path.isfile(Path(str(hugging_face)) / CONFIG):
+        return {"kind": "hub", "path": hugging_face, "sha256": None}
+    found = find_model(str(weights or hugging_face))
+    step = {} if found.step is None else {"step": found.step}
+    return {"kind": found.kind, "path": str(found.path.absolute()), **step, "sha256": found.sha256()}
+
+
+def check_same_base(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None, path: Path) -> None:
+    """Raise a UserError unless the base of adapters, as `origin_of` describes it, is the one that they were trained on."""
+    then, here = (None if origin is None else origin.get("sha256") for origin in (saved, now))
+    if then != here:
+        where = "" if now is None else f" in {now['path']!r}"
+        raise UserError(
+            f"The adapters in {str(path)!r} were trained on another base than the one{where}: its SHA-256 has changed. Put the "
+            "original weights back."
+        )
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model, and what is known about it."""
+
+    found: Found
+    model: CausalLM
+    step: int | None = None
+    """The number of training steps of a checkpoint, or None."""
+    plan: Plan | None = None
+    """The plan of a checkpoint, or None."""
+    adapted: bool = False
+    """True if the model has adapters on a base that exists as codes only."""
+    forward: Callable[[], AbstractContextManager[None]] = field(default=nullcontext, repr=False)
+    """The context of a forward pass: autocast, if the model was trained with it."""
+
+
+def open_model(
+    path: str | Path | Found,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    as_trained: bool = False,
+    few_bits: bool = False,
+    adapters: Literal["merge", "apart", "refuse"] = "merge",
+) -> Opened:
+    """Open a model from any path.
+
+    The weights of a checkpoint are its float32 masters where there are any, not converted, without noise. A folder of Hugging
+    Face is one of our models if it fits exactly, or else one of transformers.
+
+    Args:
+        path: A run, whose newest whole checkpoint is opened, a checkpoint, or a Hugging Face folder.
+        device: Device of the model.
+        dtype: Dtype of the parameters; None keeps that of the weights. Not with `as_trained`.
+        as_trained: Convert the model of a checkpoint to its plan, and restore bitwidths and histories as well as weights.
+        few_bits: Dequantize a folder whose weights are in few bits; else it is refused.
+        adapters: Merge adapters with their base into float32 weights, keep them apart, or refuse a checkpoint of adapters.
+
+        model = open_model("runs/a").model
+    """
+    found = path if isinstance(path, Found) else find_model(path)
+    if found.kind == "checkpoint":
+        return _of_checkpoint(found, device, dtype, as_trained, adapters)
+    if found.kind == "dcp":
+        raise UserError(
+            f"{str(found.path)!r} is a checkpoint of torch.distributed.checkpoint, which does not describe its model: start a "
+            "run from it with `dither train --from`."
+        )
+    if is_in_few_bits(found.path):
+        if not few_bits:
+            raise UserError(
+                f"The weights in {str(found.path)!r} are in few bits already: name the run or the model they were made from."
+            )
+        return Opened(found, HuggingFace(load_dequantized(found.path).to(device)))
+    try:
+        return Opened(found, load_pretrained(found.path, device=device, dtype=dtype))
+    except UserError:
+        return Opened(found, hf(str(found.path), device=device, dtype=dtype))  # transformers has more architectures
+
+
+# Checkpoints ----------------------------------------------------------------------------------------------------------
+
+
+def _of_checkpoint(
+    found: Found, device: torch.device | str, dtype: torch.dtype | None, as_trained: bool, adapters: str
+) -> Opened:
+    others = found.others
+    try:
+        config = tomllib.loads(others["config"])
+        section, rank = config["model"], config.get("lora", {}).get("rank")
+    except (KeyError, AttributeError, tomllib.TOMLDecodeError):
+        raise UserError(f"The checkpoint {str(found.path)!r} was not made by `dither train`: it has no config.") from None
+    if rank is not None and adapters == "refuse":
+        raise UserError(
+            f"The checkpoint {str(found.path)!r} holds adapters alone: write the whole model with `dither export RUN --merge "
+            "-o FOLDER`, and load that folder."
+        )
+    with SavedTensors(found.path) as saved:
+        plan = plan_of(saved.plain)
+        if as_trained or rank is not None:
+            opened = _as_trained(found, saved, config, plan, device)
+            merges = rank is not None and adapters == "merge" and not as_trained
+            return replace(opened, model=merged_model(opened.model), adapted=False, forward=nullcontext) if merges else opened
+        names = weight_names(saved)
+        dtypes = [saved.tensors[name].dtype for name in names.values() if saved.tensors[name].dtype.is_floating_point]
+        widest = dtype or max(dtypes, key=lambda each: each.itemsize, default=torch.float32)
+        model = _unfilled(found, saved, section, device, widest)
+        with torch.no_grad():
+            for name, value in model.named_parameters():
+                shape = saved.tensors[names[name]].shape if name in names else None
+                if shape != tuple(value.shape):
+                    raise UserError(
+                        f"The checkpoint {str(found.path)!r} does not fit its config: the tensor {name!r} has the shape "
+                        f"{list(value.shape)} in the model, and there it is {'none' if shape is None else list(shape)}."
+                    )
+                value.copy_(saved.read(names[name]))
+    return Opened(found, model.train(), saved.plain["step"], plan)
+
+
+def _unfilled(
+    found: Found, saved: SavedTensors, section: Mapping[str, Any], device: torch.device | str, dtype: torch.dtype | None
+) -> CausalLM:
+    """Return the model of a section [model], whose weights are not yet those of the checkpoint."""
+    if section.get("hf") is not None:
+        return hf(str(section["hf"]), device=device, dtype=dtype)
+    embeddings = [name for name in saved.tensors if re.search(r"^model:.*(embed_tokens|wte)\.weight$", name)]
+    if not embeddings:
+        raise UserError(f"The checkpoint {str(found.path)!r} has no token embedding: it is not that of a language model.")
+    vocab_size = int(saved.tensors[embeddings[0]].shape[0])
+    return empty(preset(section.get("preset", "tiny"), vocab_size=vocab_size), device, dtype or torch.float32)
+
+
+def _as_trained(
+    found: Found, saved: SavedTensors, config: Mapping[str, Any], plan: Plan | None, device: torch.device | str
+) -> Opened:
+    """Build the model of a run as its trainer does, and restore its weights, bitwidths and histories."""
+    section, precision, seed = config["model"], config["precision"], config["run"]["seed"]
+    lora = config.get("lora", {})
+    adapted = lora.get("rank") is not None
+    # The base of adapters is never needed in float32: its codes are made from the weights as they are in the files.
+    model = _base(section, device) if adapted else _unfilled(found, saved, section, device, torch.float32)
+    if adapted:
+        check_same_base(saved.plain["others"].get("base"), origin_of(section.get("weights"), section.get("hf")), found.path)
+    if plan is not None:
+        options = {key: precision[key] for key in ("fallback", "emulate", "engines") if key in precision}
+        convert(model, plan, seed=seed, **options)
+    if adapted:
+        adapt(model, SavedLora(lora["rank"], lora["alpha"], lora["dropout"], tuple(lora["targets"])), seed)
+    run = training(model, precision["mode"], lr=0.0)
+    if adapted:
+        narrow_base(model, precision["mode"])
+    restore_model(model, saved, saved.plain)
+    return Opened(found, model, saved.plain["step"], plan, adapted, run.forward)
+
+
+def _base(section: Mapping[str, Any], device: torch.device | str) -> CausalLM:
+    """Return the base of adapters."""
+    if section.get("hf") is not None:
+        return hf(str(section["hf"]), device=device)
+    return open_model(str(section["weights"]), device=device).model
+
+
+def weight_names(saved: SavedTensors) -> dict[str, str]:
+    """Return the stored name of each weight: of float32 masters where there are any, and of tied weights under both names."""
+    weights = {name.removeprefix("model:"): name for name in saved.tensors if name.startswith("model:")}
+    for name, stored in weights.items():
+        master = saved.tensors.get(f"optimizer:{name}:master")
+        if master is not None and master.shape == saved.tensors[stored].shape:
+            weights[name] = f"optimizer:{name}:master"
+    return weights | {name: weights[first] for name, first in saved.plain["same"].items() if first in weights}
+
+
+# Weights for a model that exists --------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, path: str | Path) -> None:
+    """Copy the weights of a checkpoint into a model that has not been converted yet.
+
+    Float32 master weights are used where the checkpoint has them. Optimizer states and learned bitwidths are not read.
+
+    Args:
+        model: The model, whose tensors must have the names and shapes of those in the checkpoint.
+        path: A run, whose newest whole checkpoint is read, a checkpoint, or one of torch.distributed.checkpoint, such as
+            torchtitan's of Llama 3.
+    """
+    found = find_model(path)
+    if found.kind == "dcp":
+        with open_dcp(path) as source:
+            _load_dcp(model, source)
+        return
+    with SavedTensors(found.path) as saved:
+        names = weight_names(saved)
+        for name, value in model.state_dict(keep_vars=True).items():
+            if name not in names:
+                raise UserError(
+                    f"The checkpoint {str(found.path)!r} has no tensor {name!r}: set [model] as in the run that made it."
+                )
+            _check_shape(name, saved.tensors[names[name]].shape, value, found.path)
+            value.copy_(saved.read(names[name], value))
+
+
+def _check_shape(name: str, shape: tuple[int, ...], value: Tensor, path: Path) -> None:
+    if shape != tuple(value.shape):
+        raise UserError(
+            f"The tensor {name!r} has the shape {list(shape)} in {str(path)!r} and {list(value.shape)} in "
+            "this model: set [model] and data.tokenizer as in the run that made it."
+        )
+
+
+def _load_dcp(model: nn.Module, source: TensorSource) -> None:
+    """Copy weights of a DCP checkpoint that has the names of the model, or those of torchtitan's Llama 3."""
+    wanted: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) in first:
+            tied[name] = first[id(value)]
+        else:
+            wanted[name] = value
+            first[id(value)] = name
+    places, lacking = _places(list(wanted), source)
+    if lacking:
+        some = ", ".join(sorted(source.tensors)[:3]) or "none"
+        raise UserError(
+            f"The checkpoint {str(source.path)!r} has no tensor {lacking!r}, and no other name for it; it has "
+            f"{some}: set [model] as in the run that made it."
+        )
+    for name, other in tied.items():
+        own, missing = _places([name, other], source)
+        if not missing and not torch.equal(source.box(own[name]), source.box(own[other])):
+            raise UserError(
+                f"The checkpoint {str(source.path)!r} has a {name!r} of its own, which this model ties to {other!r}."
+            )
+    head_size = getattr(getattr(model, "config", None), "head_dim", None)
+    for name, value in wanted.items():
+        _check_shape(name, source.tensors[places[name]].shape, value, source.path)
+        if rotates(name) and not places[name].endswith(name):
+            if head_size is None:
+                raise UserError(f"The model {type(model).__name__} has no head_dim, by which {places[name]!r} is reordered.")
+            whole = {name: halves_from_pairs(source.box(places[name]), int(head_size))}
+            value.copy_(LoadedTensors(whole).read(name, value))
+        else:
+            value.copy_(source.read(places[name], value))
+
+
+def _places(wanted: list[str], source: TensorSource) -> tuple[dict[str, str], str]:
+    """Return the stored name of each tensor of the model, and the first tensor that has none, or "".
+
+    The names are those of the model or of torchtitan, with the prefix under which most of them are found.
+    """
+    best: dict[str, str] = {}
+    for prefix in PREFIXES:
+        for names_of in (lambda name: (name,), titan_names):
+            found = {}
+            for name in wanted:
+                theirs = [prefix + each for each in names_of(name) if prefix + each in source.tensors]
+                if theirs:
+                    found[name] = theirs[0]
+            best = found if len(found) > len(best) else best
+    return best, next((name for name in wanted if name not in best), "")
