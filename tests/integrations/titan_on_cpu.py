@@ -49,7 +49,7 @@ from torchtitan.models.llama3 import config_registry as llama3  # noqa: E402
 
 import dither  # noqa: E402
 from dither.integrations.torchtitan import config_registry, dither_config  # noqa: E402
-from dither.train.config import Snip  # noqa: E402
+from dither.snip.settings import SnipSettings  # noqa: E402
 
 STEPS = 4
 
@@ -175,7 +175,7 @@ def gaussws(folder: Path) -> dict[str, Any]:
 
 
 def snip(folder: Path) -> dict[str, Any]:
-    settings = Snip(target=0.5, start=1, delay=1, tokens=32, probe="direct")
+    settings = SnipSettings(target=0.5, start=1, delay=1, tokens=32, probe="direct")
     plan = fp32(dither.recipe("fp8-block"))
     trainer, steps = run(dither_config(small(folder, whole_loss=True), plan, snip=settings))
     return {
