@@ -11,9 +11,10 @@ from command_output import error_line
 
 from dither import cli
 from dither.console import Tick, silent
+from dither.models.settings import Model
 from dither.train import Config
 from dither.train import config as configs
-from dither.train.config import Data, Model, Precision, RunSettings
+from dither.train.config import Data, Precision, RunSettings
 from dither.train.loop import Outcome, train
 
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog")

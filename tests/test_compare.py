@@ -21,6 +21,7 @@ from dither import Sampling, UserError, convert, step_context
 from dither.evaluate import estimates
 from dither.report import curves, figures
 from dither.report.comparison import Comparison, Entry, shown
+from dither.settings import value_at
 from dither.tools import arms, trials
 from dither.train import config as configs
 from dither.train.config import Config, Data, RunSettings
@@ -176,7 +177,7 @@ def trial(arm, common=trials.BASE):
 )
 def test_an_arm_has_settings_of_its_own(arm, folder, field, value):
     found = trial(arm)
-    assert arms.value_of(found.config, field) == value
+    assert value_at(found.config, field) == value
     name = found.folder.name
     assert re.fullmatch(r"[\w.+=@,-]+", name)
     if folder is None:  # letters that no file name has everywhere: a hash keeps different settings apart

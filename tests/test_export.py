@@ -22,8 +22,8 @@ from dither.exporting.gguf import _mxfp4
 from dither.exporting.record import load
 from dither.models import LlamaConfig, build, generate, hf, load_pretrained, open_model, save_pretrained
 from dither.models.open import Opened, load_weights
+from dither.models.settings import Model
 from dither.spec import Cast, LayerPrecision, Sampling
-from dither.train.config import Model
 
 transformers = Lazy("transformers")
 

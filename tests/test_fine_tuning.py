@@ -15,10 +15,10 @@ from dither.errors import UserError
 from dither.evaluate.held_out import evaluating
 from dither.models import build, open_model
 from dither.models.lora import adapt, merged_model, narrow_base
+from dither.models.settings import Lora
 from dither.nn import FrozenLinear, freeze_base, thaw_base
 from dither.nn.layers import Conv1D
 from dither.train.config import loads
-from dither.train.lora_settings import Lora
 
 peft, transformers = Lazy("peft"), Lazy("transformers")
 

@@ -13,7 +13,8 @@ import torch
 from worlds import forked
 
 from dither import UserError
-from dither.train.guard import Decision, Guard, Interrupted, Policy, Signals, first_nonfinite
+from dither.train.config import Policy
+from dither.train.guard import Decision, Guard, Interrupted, Signals, first_nonfinite
 from dither.train.run_folder import Status
 
 NAN, INF = math.nan, math.inf

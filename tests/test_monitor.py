@@ -18,7 +18,7 @@ from dither import checkpoint as checkpoints
 from dither.nn.experts import ExpertsLinear
 from dither.numerics import Monitor
 from dither.numerics.counts import COUNTS, cast_counts, summary
-from dither.numerics.monitor import merged, weight_and_update
+from dither.numerics.monitor import last_update, merged
 from dither.optim import AdamMini, AdamW
 from dither.optim.roles import Role
 from dither.spec import Cast, Sampling
@@ -227,12 +227,11 @@ def test_the_update_is_what_the_optimizer_did(kind):
         model(data().to(weight.dtype)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    number = [id(p) for p in optimizer.param_groups[0]["params"]].index(id(weight))
-    w, update, dtype, rounding = weight_and_update(optimizer, weight, optimizer.param_groups[0], number)
-    moved = before - w
+    last = last_update(optimizer, weight, optimizer.param_groups[0])
+    moved = before - last.weight
     # Rounded moments (8 bits: half of a spacing of 2^-3 or more) and the decay, which is that of the weight before.
-    assert (update - moved).norm() <= (0.08 if kind == "dynamic8" else 0.004) * moved.norm()
-    assert (dtype, rounding) == (torch.float32, "nearest")
+    assert (last.update - moved).norm() <= (0.08 if kind == "dynamic8" else 0.004) * moved.norm()
+    assert (last.weight.dtype, last.rounding) == (torch.float32, "nearest")
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic", "kahan"])

@@ -1,8 +1,5 @@
 """Exceptions. Each message is a sentence that says what was given and what would work."""
 
-import warnings
-from collections.abc import Mapping
-
 
 class DitherError(Exception):
     """Base class of the errors that Dither raises."""
@@ -19,11 +16,3 @@ class UserError(DitherError, ValueError):
 
 class PerformanceWarning(UserWarning):
     """A warning, given once, that something works but is slower than necessary."""
-
-
-def renamed(module: str, names: Mapping[str, str], name: str) -> str:
-    """Return the new name of the public `name` of `module`, with a DeprecationWarning, or raise AttributeError."""
-    if name not in names:
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    warnings.warn(f"{module}.{name} is now {module}.{names[name]}.", DeprecationWarning, stacklevel=3)
-    return names[name]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.resources import files
 
-CONFIG = ("train/config.py", "train/precision_settings.py")
+CONFIG = ("train/config.py", "models/settings.py")
 """Files that define `Config` and most of its sections."""
 
 SECTIONS = ("run", "optim", "data", "precision", "model")
@@ -36,6 +36,12 @@ def options_of(module: str, function: str) -> tuple[str, ...]:
     found: list[str] = []
     for argument in (*command.args.args, *command.args.kwonlyargs):
         annotation = argument.annotation
+        if flat := re.fullmatch(r"tyro\.conf\.OmitArgPrefixes\[(\w+)\]", ast.unparse(annotation) if annotation else ""):
+            lines = [line for path in (f"commands/{module}.py", "snip/settings.py") for line in _tree(path).body]
+            (kind,) = (line for line in lines if isinstance(line, ast.ClassDef) and line.name == flat[1])
+            flags = [ast.unparse(each.target) for each in kind.body if isinstance(each, ast.AnnAssign)]
+            found += [f"--{flag.replace('_', '-')}" for flag in flags]
+            continue
         parts = list(ast.walk(names.get(ast.unparse(annotation), annotation))) if annotation is not None else []
         given = {
             keyword.arg: ast.literal_eval(keyword.value) for keyword in _keywords(parts) if keyword.arg in ("name", "aliases")

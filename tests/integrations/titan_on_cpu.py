@@ -49,7 +49,7 @@ from torchtitan.models.llama3 import config_registry as llama3  # noqa: E402
 
 import dither  # noqa: E402
 from dither.integrations.torchtitan import config_registry, dither_config  # noqa: E402
-from dither.snip.settings import SnipSettings  # noqa: E402
+from dither.snip import SnipSettings  # noqa: E402
 
 STEPS = 4
 

@@ -37,8 +37,7 @@ from dither.train import config as configs
 from dither.train import trainer as trainers
 from dither.train.config import dumps
 from dither.train.files import TOKENS
-from dither.train.goals import check_layout
-from dither.train.layout import RankLayout
+from dither.train.layout import RankLayout, check_layout
 from dither.train.pipeline import blocks_per_stage, stage_of
 from dither.train.plans import RunPlans
 from dither.train.ranks import Ranks

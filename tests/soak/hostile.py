@@ -28,6 +28,7 @@ from dither import cli
 from dither.checkpoint.format import CHUNK, manifest_bytes
 from dither.data import prepare, train_bpe
 from dither.models import build, preset, save_pretrained
+from dither.settings import toml
 from dither.spec.recipes import recipe
 from dither.train import config as configs
 from dither.train import train
@@ -347,7 +348,7 @@ def config_cases() -> Iterator[Case]:
     for path in FILES:
         yield Case(f"train {path!r:.40}", _at(lambda path, box, _: ["train", path, "--out", str(box / "run")], path))
         for field in ("precision.plan", "data.tokenizer", "model.hf"):
-            make = _at(lambda path, box, known, field=field: _train(f"{field}={configs.toml(path)}")(box, known), path)
+            make = _at(lambda path, box, known, field=field: _train(f"{field}={toml(path)}")(box, known), path)
             yield Case(f"{field} {path!r:.40}", make)
 
 
@@ -420,7 +421,7 @@ def plan_cases() -> Iterator[Case]:
     def plan(data: bytes) -> Callable[[Path, Good], list[str]]:
         def make(box: Path, known: Good) -> list[str]:
             (box / "plan.json").write_bytes(data)
-            return _train(f"precision.plan={configs.toml(str(box / 'plan.json'))}")(box, known)
+            return _train(f"precision.plan={toml(str(box / 'plan.json'))}")(box, known)
 
         return make
 
@@ -904,7 +905,7 @@ def slow_cases() -> Iterator[Case]:
     def trained(box: Path, known: Good) -> list[str]:
         rules = {"version": 3, "layers": plans["globs that backtrack"], "default": {"input": "mxfp8"}}
         (box / "plan.json").write_text(json.dumps(rules))
-        return _train(f"precision.plan={configs.toml(str(box / 'plan.json'))}", "precision.emulate=true")(box, known)
+        return _train(f"precision.plan={toml(str(box / 'plan.json'))}", "precision.emulate=true")(box, known)
 
     yield Case("slow plan: trained with", trained, codes=(0, 2), cpu=4 * CPU)
     for title, data in slow_configs().items():

@@ -9,10 +9,10 @@ from typing import Any
 from dither.console import ProgressBars, print_table
 from dither.errors import UserError
 from dither.models import PRESETS
+from dither.settings import toml
 from dither.tools.gpus import accelerator_named
 from dither.tools.memory import GIB, Shape, llama3_of, model_shape
 from dither.tools.scaling import BATCH_TOKENS, Job, Option, Ranking, Step, rank, reasons
-from dither.train.config import toml
 
 SHOWN, OTHERS = 15, 4
 """Rows of the table of precisions, and of the table of other layouts."""

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -17,9 +17,11 @@ from dither.console import print_table
 from dither.data.tokenizer import TOKENIZER
 from dither.errors import DitherError, UserError
 from dither.models.open import find_model
+from dither.models.settings import Model
 from dither.report.figures import line_images
+from dither.settings import override, toml
 from dither.train import config as configs
-from dither.train.config import Config, Model
+from dither.train.config import Config
 from dither.train.files import CONFIG, TOKENS
 from dither.train.loop import Outcome
 from dither.train.loop import train as run
@@ -146,28 +148,27 @@ def resolve(
     >>> resolve(None, data=["a.txt"], settings=["optim.lr=3e-4"], out="runs/a").data.sources
     ('a.txt',)
     """
-    changes = [f"data.sources=[{', '.join(map(configs.toml, data))}]"] * bool(data)
-    changes += [f"run.out={configs.toml(out)}"] * (out is not None)
+    values: dict[str, Any] = ({"data.sources": tuple(data)} if data else {}) | ({} if out is None else {"run.out": out})
     if resume is True and start_from is not None:
         raise UserError("--resume continues a run and --from starts a new one: use only one of them, or --resume=auto.")
     base = Config() if file is None else configs.load(file)
     if resume:
         # The folder of the run is itself a field, which only the file and arguments can set here.
-        wanted = [*changes, *(setting for setting in settings if setting.startswith("run.out"))]
-        folder = Path(configs.override(base, wanted).run.out)
+        wanted = [setting for setting in settings if setting.startswith("run.out")]
+        folder = Path(override(base, wanted, values).run.out)
         there = os.path.isfile(folder / CONFIG)
         if not there and resume is True and file is None:
             raise UserError(
                 f"There is no run in {str(folder)!r} to resume: start it without --resume, or name its folder with --out."
             )
         if there and file is None:
-            base = configs.override(_stored(folder), [f"run.out={configs.toml(str(folder))}"])
+            base = override(_stored(folder), values={"run.out": str(folder)})
         elif there and start_from is not None:  # the weights that the run has started from, not newer ones
             base = replace(base, model=_stored(folder).model)
         start_from = None if there else start_from
     if start_from is not None:
         base = _starting_from(Path(start_from), base, own=file is not None)
-    return configs.override(base, [*changes, *settings])
+    return override(base, settings, values)
 
 
 def _stored(folder: Path) -> Config:
@@ -250,7 +251,7 @@ def summary(outcome: Outcome) -> str:
 def print_fields() -> None:
     """Print every field of a config as a table."""
     rows = [
-        (field.path, field.type, "" if field.default in (None, ()) else configs.toml(field.default), field.sentence)
+        (field.path, field.type, "" if field.default in (None, ()) else toml(field.default), field.sentence)
         for field in configs.describe()
     ]
     print_table("Fields of a config", ("field", "type", "default", "meaning"), rows)

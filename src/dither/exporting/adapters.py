@@ -16,7 +16,7 @@ from dither.exporting.tokenizer_files import AnyTokenizer, write_tokenizer
 from dither.models import CausalLM
 from dither.models.folder_files import appearing, write_json
 from dither.models.lora import adapter_tensors, merged_model, peft_config
-from dither.train.lora_settings import Lora
+from dither.models.settings import Lora
 
 CONFIG, WEIGHTS, RECORD = "adapter_config.json", "adapter_model.safetensors", "dither_export.json"
 

@@ -23,12 +23,12 @@ from dither.exporting.tokenizer_files import AnyTokenizer
 from dither.models import CausalLM
 from dither.models.lora import merged_model
 from dither.models.open import find_model, open_model
+from dither.models.settings import Lora
 from dither.nn.convert import convert
 from dither.spec import Plan
 from dither.train.config import Config, RunSettings
 from dither.train.evaluation import _other, config_of
 from dither.train.files import TOKENIZER_FILES
-from dither.train.lora_settings import Lora
 from dither.train.ranks import joined
 from dither.train.trainer import open_corpus
 

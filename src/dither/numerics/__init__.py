@@ -3,6 +3,6 @@
 from dither.numerics.monitor import Monitor as Monitor
 from dither.numerics.report import LayerNumerics as LayerNumerics
 from dither.numerics.report import LossScale as LossScale
+from dither.numerics.report import NumericsReport as NumericsReport
 from dither.numerics.report import Operand as Operand
-from dither.numerics.report import Report as Report
 from dither.numerics.report import WeightUpdate as WeightUpdate

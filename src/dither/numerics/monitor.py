@@ -3,36 +3,50 @@
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from dither.errors import UserError
 from dither.nn.experts import ExpertLinear
 from dither.nn.functional import autocast_dtype
 from dither.nn.linear import Linear
-from dither.nn.sharded import tensor_parallel
-from dither.nn.sharded.tensor_parallel import local
-from dither.numerics import counts as numerics
-from dither.numerics.counts import COUNTS, EXPONENTS, UpdateCounts, required_factor, update_counts
-from dither.numerics.report import KEPT, OPERANDS, STAGNANT, LayerNumerics, LossScale, Operand, Report, WeightUpdate, percent
+from dither.nn.sharded.tensor_parallel import local, part_of
+from dither.nn.untouched import untouched
+from dither.numerics.counts import (
+    COUNTS,
+    EXPONENTS,
+    UpdateCounts,
+    cast_counts,
+    exponent_counts,
+    required_factor,
+    summary,
+    update_counts,
+)
+from dither.numerics.report import (
+    KEPT,
+    OPERANDS,
+    STAGNANT,
+    LayerNumerics,
+    LossScale,
+    NumericsReport,
+    Operand,
+    WeightUpdate,
+    percent,
+)
 from dither.ops.reference import scales as scaling
 from dither.ops.reference.adamw import FORMATS
-from dither.ops.storage import storage_dtype
 from dither.optim.adamw import AdamW
-from dither.snip.statistics import cut_by_tensor_parallelism
+from dither.snip.statistics import is_tensor_parallel
 from dither.spec import Cast
 from dither.spec.formats import TABLE
 
-LINE = len(numerics.COUNTS) + 4
+LINE = len(COUNTS) + 4
 """Number of values per operand: see `dither.numerics.counts.summary`."""
-
-PRODUCT_FORMATS = {storage_dtype(TABLE[name]): name for name in ("fp32", "bf16", "fp16")}
 
 
 def layers_of(model: nn.Module) -> dict[str, Linear]:
@@ -46,14 +60,15 @@ def layers_of(model: nn.Module) -> dict[str, Linear]:
 
 @dataclass
 class Observer:
-    """Collects numbers of layers' operands; `observing` attaches it to a model."""
+    """Collects numbers of layers' operands in the passes inside `attached`. Numbers stay on the device until `lines`."""
 
     layers: Mapping[str, Linear]
     compute: str | None = None
     """Format of operands without a cast; None takes that of autocast or of the tensors."""
     exponents: bool = False
     """Count the exponents of output gradients, for the loss scale."""
-    found: dict[tuple[str, str], list[Tensor]] = field(default_factory=dict)
+    summaries: dict[tuple[str, str], list[Tensor]] = field(default_factory=dict)
+    """Numbers of each operand, float64[10] per call; see `dither.numerics.counts.summary`."""
     casts: dict[tuple[str, str], tuple[str, bool]] = field(default_factory=dict)
     """(cast, True if the tensor was in that format already) of each operand."""
     gradients: list[Tensor] = field(default_factory=list)
@@ -61,8 +76,22 @@ class Observer:
     narrow: bool = False
     """True if an output gradient was in FP16 already, so that its smallest numbers have become zero."""
 
+    @contextmanager
+    def attached(self, model: nn.Module) -> Iterator[None]:
+        """Record the forward and backward passes inside the context, without changing their results."""
+        parallel, hooks = is_tensor_parallel(model), []
+        for name, layer in self.layers.items():
+            hooks.append(layer.register_forward_pre_hook(partial(self._before, name), with_kwargs=True))
+            # Before the hooks of tensor parallelism, which return the local shard as a plain tensor.
+            hooks.append(layer.register_forward_hook(partial(self._after, name), prepend=parallel))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
     @torch.no_grad()
-    def before(self, name: str, layer: nn.Module, args: Any, named: Any) -> None:
+    def _before(self, name: str, layer: nn.Module, args: Any, named: Any) -> None:
         """Record the input and, at the first call, the weight, which FSDP2 has gathered by then."""
         assert isinstance(layer, Linear)
         # Skip the recomputation of checkpointed blocks in backward.
@@ -70,13 +99,11 @@ class Observer:
             return
         x: Tensor = args[0] if args else named["input"]
         product = autocast_dtype(x) or x.dtype
-        self._look(name, layer, "input", tensor_parallel.part_of(x.detach()).matrix, product, 1)
-        if (name, "weight") not in self.found:
-            self._look(
-                name, layer, "weight", tensor_parallel.local(layer.weight.detach()), product, 0 if layer.transposed else 1
-            )
+        self._record(name, layer, "input", part_of(x.detach()).matrix, product, 1)
+        if (name, "weight") not in self.summaries:
+            self._record(name, layer, "weight", local(layer.weight.detach()), product, 0 if layer.transposed else 1)
 
-    def after(self, name: str, layer: nn.Module, _: Any, y: Tensor) -> None:
+    def _after(self, name: str, layer: nn.Module, _: Any, y: Tensor) -> None:
         """Register a hook that records the gradient of the output."""
         assert isinstance(layer, Linear)
         if layer.training and y.requires_grad:
@@ -84,36 +111,37 @@ class Observer:
 
     @torch.no_grad()
     def _gradient(self, name: str, layer: Linear, dy: Tensor) -> None:
-        dy_MN = tensor_parallel.part_of(dy).matrix
-        self._look(name, layer, "grad", dy_MN, dy.dtype, 1)
+        dy_MN = part_of(dy).matrix
+        self._record(name, layer, "grad", dy_MN, dy.dtype, 1)
         if self.exponents:
             self.narrow = self.narrow or dy.dtype == torch.float16
-            self.gradients.append(numerics.exponent_counts(dy_MN))
+            self.gradients.append(exponent_counts(dy_MN))
 
     @torch.no_grad()
-    def _look(self, name: str, layer: Linear, operand: str, x: Tensor, product: torch.dtype, axis: int) -> None:
+    def _record(self, name: str, layer: Linear, operand: str, x: Tensor, product: torch.dtype, axis: int) -> None:
         cast = layer.precision.casts_of(operand)[0]  # in the first of its products, along the observed axis
         came = False
         if cast is None:
-            cast = Cast(self.compute or PRODUCT_FORMATS[product])
-            came = PRODUCT_FORMATS.get(x.dtype) == cast.format
+            cast = Cast(self.compute or FORMATS[product].name)
+            came = x.dtype in FORMATS and FORMATS[x.dtype].name == cast.format
         elif operand == "input":  # as the layer converts it before its cast
             x = x.to(product)
         given = delayed_amax(layer, operand) if cast.scaling.kind == "delayed" else None
         if given is not None:
             given = torch.where(given > 0, given, x.abs().amax().float())
         self.casts.setdefault((name, operand), (str(cast), came))
-        self.found.setdefault((name, operand), []).append(numerics.summary(numerics.cast_counts(x, cast, axis, given)))
+        self.summaries.setdefault((name, operand), []).append(summary(cast_counts(x, cast, axis, given)))
 
     def lines(self, device: torch.device) -> Tensor:
         """Return the numbers of each operand over all calls: float64[layers, 3, 10]."""
         unseen = torch.zeros(LINE, dtype=torch.float64, device=device)
         unseen[-3:] = torch.nan
         keys = [(name, operand) for name in self.layers for operand in OPERANDS]
-        each = [
-            merged(torch.stack([line.to(device) for line in self.found[key]])) if key in self.found else unseen for key in keys
+        lines = [
+            merged(torch.stack([line.to(device) for line in self.summaries[key]])) if key in self.summaries else unseen
+            for key in keys
         ]
-        return torch.stack(each).view(len(self.layers), len(OPERANDS), LINE)
+        return torch.stack(lines).view(len(self.layers), len(OPERANDS), LINE)
 
 
 def merged(lines: Tensor) -> Tensor:
@@ -123,7 +151,7 @@ def merged(lines: Tensor) -> Tensor:
     """
     if len(lines) == 1:
         return lines[0]
-    count = len(numerics.COUNTS)
+    count = len(COUNTS)
     counts, amax, low, middle, high = torch.split(lines, [count, 1, 1, 1, 1], dim=-1)
     extremes = [
         amax.amax(0),
@@ -141,60 +169,9 @@ def delayed_amax(layer: Linear, operand: str) -> Tensor:
     scales = {
         each: getattr(layer.precision, each).scaling for each in OPERANDS if getattr(layer, f"{each}_history") is not None
     }
-    known = {
-        each: scaling.delayed_amax(tensor_parallel.local(getattr(layer, f"{each}_history")), scale)
-        for each, scale in scales.items()
-    }
+    known = {each: scaling.delayed_amax(local(getattr(layer, f"{each}_history")), scale) for each, scale in scales.items()}
     full = torch.stack([amax > 0 for amax in known.values()]).all()
     return torch.where(full, known[operand], 0.0)
-
-
-@contextmanager
-def observing(model: nn.Module, observer: Observer) -> Iterator[None]:
-    """Let an observer record the forward and backward passes inside the context, without changing their results."""
-    parallel, hooks = cut_by_tensor_parallelism(model), []
-    for name, layer in observer.layers.items():
-        hooks.append(layer.register_forward_pre_hook(partial(observer.before, name), with_kwargs=True))
-        # Before the hooks of tensor parallelism, which return the local shard as a plain tensor.
-        hooks.append(layer.register_forward_hook(partial(observer.after, name), prepend=parallel))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-@contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Undo the side effects of the passes inside: restore gradients, buffers, generators and the state of layers.
-
-    Compiled blocks run uncompiled inside, and DistributedDataParallel reduces nothing.
-    """
-    parameters = list(model.parameters())
-    gradients = [parameter.grad for parameter in parameters]
-    layers = [module for module in model.modules() if isinstance(module, Linear)]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    plain = [{key: value for key, value in vars(layer).items() if isinstance(value, bool | int | None)} for layer in layers]
-    counts = [layer.draws.counts for layer in layers]
-    devices = sorted({parameter.device.index for parameter in parameters if parameter.is_cuda})
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=devices))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        if isinstance(model, DistributedDataParallel):
-            stack.enter_context(model.no_sync())
-        try:
-            for parameter in parameters:
-                parameter.grad = None
-            yield
-        finally:
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
-            with torch.no_grad():
-                for buffer, saved in buffers:
-                    buffer.copy_(saved)
-            for layer, values, count in zip(layers, plain, counts, strict=True):
-                vars(layer).update(values)
-                layer.draws.counts = count
 
 
 def compiled_modules(model: nn.Module) -> Sequence[str]:
@@ -203,58 +180,27 @@ def compiled_modules(model: nn.Module) -> Sequence[str]:
     return whole + [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
 
 
-NEEDED = ("lr", "betas", "eps", "weight_decay")
+# Updates ---------------------------------------------------------------------------------------------------------------
 
 
-class Measured(NamedTuple):
-    """Counts of a layer's weight, and the format and rounding in which its updates are accumulated."""
+class LastUpdate(NamedTuple):
+    """The last update of a weight, reconstructed from the optimizer's moments; for a sharded one, of this rank's shard.
 
-    counts: UpdateCounts
-    format: str
-    rounding: str
+        u = lr / (1 - b1^t) * m / (sqrt(v / (1 - b2^t)) + eps) + lr * weight_decay * w
 
-
-def check(optimizer: torch.optim.Optimizer) -> None:
-    """Raise unless an optimizer has moments like AdamW's."""
-    if any(key not in group for group in optimizer.param_groups for key in NEEDED):
-        raise UserError(
-            f"{type(optimizer).__name__} has no moments like AdamW's, from which updates could be computed: leave out "
-            "optimizer= to monitor operands only."
-        )
-
-
-@torch.no_grad()
-def measured(optimizer: torch.optim.Optimizer, layers: Mapping[str, Linear]) -> dict[str, Measured]:
-    """Measure the last update of each layer's weight; skip layers that have no step yet or are not in the optimizer."""
-    places = {id(p): (group, number) for group in optimizer.param_groups for number, p in enumerate(group["params"])}
-    found: dict[str, Measured] = {}
-    experts: dict[int, tuple[Tensor, Tensor, Any, str]] = {}  # one parameter holds all experts: compute its update once
-    for name, layer in layers.items():
-        parameter, index = (
-            (getattr(layer._home[0], layer._parameter), layer._index)
-            if isinstance(layer, ExpertLinear)
-            else (layer.weight, None)
-        )
-        if id(parameter) not in places or "exp_avg" not in optimizer.state.get(parameter, {}):
-            continue
-        if index is None:
-            w, update, dtype, rounding = weight_and_update(optimizer, parameter, *places[id(parameter)])
-        else:
-            if id(parameter) not in experts:
-                experts[id(parameter)] = weight_and_update(optimizer, parameter, *places[id(parameter)])
-            w, update, dtype, rounding = experts[id(parameter)]
-            w, update = w[index], update[index]
-        found[name] = Measured(update_counts(w, update, FORMATS[dtype]), FORMATS[dtype].name, rounding)
-    return found
-
-
-def weight_and_update(
-    optimizer: torch.optim.Optimizer, parameter: Tensor, group: dict[str, Any], number: int
-) -> tuple[Tensor, Tensor, torch.dtype, str]:
-    """Return (weight, last update in float32, dtype in which updates are accumulated, rounding).
-
-    For a sharded parameter, these are those of this rank's shard.
+    m and v are the moments after step t as they are stored: in bfloat16 or 8 bits they are rounded, and so is u.
     """
+
+    weight: Tensor
+    """The weight after the update, in the dtype that updates are accumulated in: a master weight if there is one."""
+    update: Tensor
+    """The update, float32."""
+    rounding: str
+    """The rounding of the weight: nearest, stochastic or kahan."""
+
+
+def last_update(optimizer: torch.optim.Optimizer, parameter: Tensor, group: Mapping[str, Any]) -> LastUpdate:
+    """Return the last update of a parameter of a group, without changing the optimizer or waiting for the device."""
     state, w, rounding = optimizer.state[parameter], local(parameter.detach()), "nearest"
     if isinstance(optimizer, AdamW):
         moments, stored = optimizer.moments(parameter), optimizer.member(parameter).update
@@ -265,20 +211,56 @@ def weight_and_update(
             rounding = stored.weights
     else:
         m, v = (local(state[key]).float() for key in ("exp_avg", "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"))
-    t, lr = (on_device(each, w.device) for each in (state["step"], group["lr"]))
+    t, lr = (_on_device(each, w.device) for each in (state["step"], group["lr"]))
     rest1, rest2 = (1 - torch.pow(beta, t) for beta in group["betas"])
     update = (lr / rest1).float() * m / (v.sqrt() / rest2.sqrt().float() + group["eps"])
-    decoupled = isinstance(optimizer, torch.optim.AdamW | AdamW)
-    if decoupled and group["weight_decay"]:
+    if isinstance(optimizer, torch.optim.AdamW | AdamW) and group["weight_decay"]:  # decoupled
         update += (lr * group["weight_decay"]).float() * w.float()
-    return w, update, w.dtype, rounding
+    return LastUpdate(w, update, rounding)
 
 
-def on_device(value: Tensor | float, device: torch.device) -> Tensor:
+def _on_device(value: Tensor | float, device: torch.device) -> Tensor:
     """Return a 0-d float64 tensor; a number of the host is filled in, since copying it would synchronize with the device."""
     if isinstance(value, Tensor) and value.device == device:
         return value.detach().double()
     return torch.full((), float(value), dtype=torch.float64, device=device)
+
+
+class MeasuredUpdate(NamedTuple):
+    """Counts of a weight's last update, and the format and rounding in which updates are accumulated."""
+
+    counts: UpdateCounts
+    format: str
+    rounding: str
+
+    @classmethod
+    def of(cls, last: LastUpdate) -> "MeasuredUpdate":
+        """Compare an update with the spacing of its format."""
+        return cls(
+            update_counts(last.weight, last.update, FORMATS[last.weight.dtype]), FORMATS[last.weight.dtype].name, last.rounding
+        )
+
+    def report(self, moved: float, stagnant: float, ratio: float) -> WeightUpdate | None:
+        """Return these numbers, read from the device and combined over ranks, for a report; None if no update is nonzero."""
+        known = None if math.isnan(ratio) else ratio
+        return WeightUpdate(self.format, self.rounding, known, stagnant / moved, round(moved)) if moved else None
+
+
+def _measured(optimizer: torch.optim.Optimizer, layers: Mapping[str, Linear]) -> dict[str, MeasuredUpdate]:
+    """Measure the last update of each layer's weight; skip layers that have no step yet or are not in the optimizer."""
+    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    experts: dict[int, LastUpdate] = {}  # one parameter holds all experts: compute its update once
+    measured: dict[str, MeasuredUpdate] = {}
+    for name, layer in layers.items():
+        parameter = getattr(layer._home[0], layer._parameter) if isinstance(layer, ExpertLinear) else layer.weight
+        if id(parameter) not in groups or "exp_avg" not in optimizer.state.get(parameter, {}):
+            continue
+        last = experts.get(id(parameter)) or last_update(optimizer, parameter, groups[id(parameter)])
+        if isinstance(layer, ExpertLinear):
+            experts[id(parameter)] = last
+            last = last._replace(weight=last.weight[layer._index], update=last.update[layer._index])
+        measured[name] = MeasuredUpdate.of(last)
+    return measured
 
 
 UPDATE = 3
@@ -331,11 +313,15 @@ class Monitor:
             raise UserError(f"every= is the number of steps between sampled steps, at least 1, or 0 for never, not {every!r}.")
         if not layers_of(model):
             raise UserError(f"{type(model).__name__} has no dither.Linear to monitor: convert it first.")
-        if optimizer is not None:
-            check(optimizer)
+        needed = ("lr", "betas", "eps", "weight_decay")
+        if optimizer is not None and any(key not in group for group in optimizer.param_groups for key in needed):
+            raise UserError(
+                f"{type(optimizer).__name__} has no moments like AdamW's, from which updates could be computed: leave out "
+                "optimizer= to monitor operands only."
+            )
         self.model, self.optimizer, self.every, self.scaler, self.group = model, optimizer, every, scaler, group
         self.tell = tell
-        self.report: Report | None = None
+        self.report: NumericsReport | None = None
         """Report of the last step; None if it was not sampled."""
         self.warned = False
         """True after `tell` was called."""
@@ -360,7 +346,7 @@ class Monitor:
                 "small batch in monitor.aside(step), which runs uncompiled and has no side effects."
             )
         observer = self._observer()
-        with observing(self.model, observer):
+        with observer.attached(self.model):
             yield
         self._finish(step, observer)
 
@@ -372,7 +358,7 @@ class Monitor:
         """
         self.report = None
         observer = self._observer()
-        with untouched(self.model), observing(self.model, observer):
+        with untouched(self.model), observer.attached(self.model):
             yield
         self._finish(step, observer)
 
@@ -385,11 +371,13 @@ class Monitor:
         """Combine all numbers with a single synchronization and set `report`."""
         first = next(iter(observer.layers.values())).weight
         device = first.device
-        found = {} if self.optimizer is None else measured(self.optimizer, observer.layers)
+        updates = {} if self.optimizer is None else _measured(self.optimizer, observer.layers)
         count = len(observer.layers)
         still = torch.zeros(UPDATE, dtype=torch.float64, device=device)  # filled on the device: a copy would synchronize
         still[-1:].fill_(math.nan)
-        moves = [torch.stack([n.double() for n in found[name].counts]) if name in found else still for name in observer.layers]
+        moves = [
+            torch.stack([n.double() for n in updates[name].counts]) if name in updates else still for name in observer.layers
+        ]
         empty = torch.zeros(EXPONENTS, dtype=torch.float64, device=device)
         exponents = torch.stack([empty, *observer.gradients]).sum(0)
         scale = torch.ones((), device=device)
@@ -402,7 +390,7 @@ class Monitor:
         if self.group is not None:
             ranks = [torch.empty_like(together) for _ in range(torch.distributed.get_world_size(self.group))]
             torch.distributed.all_gather(ranks, together, group=self.group)
-        sizes = [count * len(OPERANDS) * (len(COUNTS) + 4), count * UPDATE, EXPONENTS, 1]
+        sizes = [count * len(OPERANDS) * LINE, count * UPDATE, EXPONENTS, 1]
         operands, moved, fields, scales = torch.split(torch.stack(ranks), sizes, dim=1)
         of_ranks = operands.view(len(ranks), count, len(OPERANDS), -1)
         moved = moved.view(len(ranks), count, UPDATE)
@@ -410,7 +398,7 @@ class Monitor:
         numbers = torch.cat([
             merged(of_ranks).flatten(), moved[..., 0].sum(0), moved[..., 1].sum(0), typical, fields.sum(0), scales[0]
         ]).tolist()  # fmt: skip  # the only synchronization with the device
-        self.report = _report(step, observer, found, numbers)
+        self.report = _report(step, observer, updates, numbers)
         share = self.report.stagnant
         if share is not None and share >= STAGNANT and not self.warned:
             self.warned = True
@@ -430,8 +418,8 @@ class Monitor:
             self.tell(text)
 
 
-def _report(step: int, observer: Observer, found: dict[str, Measured], numbers: list[float]) -> Report:
-    count, width = len(observer.layers), len(COUNTS) + 4
+def _report(step: int, observer: Observer, updates: dict[str, MeasuredUpdate], numbers: list[float]) -> NumericsReport:
+    count, width = len(observer.layers), LINE
     end = count * len(OPERANDS) * width
     moved, stagnant, ratio = (numbers[end + i * count : end + (i + 1) * count] for i in range(3))
     fields, scale = numbers[end + 3 * count : -1], numbers[-1]
@@ -442,13 +430,10 @@ def _report(step: int, observer: Observer, found: dict[str, Measured], numbers: 
             begin = (index * len(OPERANDS) + place) * width
             line = numbers[begin : begin + width]
             operands[operand] = _operand(*observer.casts[name, operand], line) if (name, operand) in observer.casts else None
-        update = None
-        if name in found and moved[index]:
-            known = None if math.isnan(ratio[index]) else ratio[index]
-            share = stagnant[index] / moved[index]
-            update = WeightUpdate(found[name].format, found[name].rounding, known, share, round(moved[index]))
+        update = updates[name].report(moved[index], stagnant[index], ratio[index]) if name in updates else None
         layers.append(LayerNumerics(name, **operands, update=update))
-    return Report(step, tuple(layers), _loss_scale(layers, observer.narrow, fields, scale) if observer.exponents else None)
+    loss_scale = _loss_scale(layers, observer.narrow, fields, scale) if observer.exponents else None
+    return NumericsReport(step, tuple(layers), loss_scale)
 
 
 def _operand(cast: str, came: bool, line: list[float]) -> Operand:

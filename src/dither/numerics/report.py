@@ -102,11 +102,11 @@ class LossScale:
 
 
 @dataclass(frozen=True)
-class Report:
+class NumericsReport:
     """The numbers of one sampled step.
 
     >>> grad = Operand("e2m1 tile(128) fp32 nearest", 0.0, 0.75, 0.1, 0.0, 0.0, 1e-3, None)
-    >>> report = Report(100, (LayerNumerics("layers.0.up_proj", None, None, grad, None),), None)
+    >>> report = NumericsReport(100, (LayerNumerics("layers.0.up_proj", None, None, grad, None),), None)
     >>> report.problems
     ('75 % of the output gradient of layers.0.up_proj rounds to zero in e2m1 tile(128) fp32 nearest.',)
     """

@@ -9,14 +9,13 @@ of all layers are gathered, tensors are not.
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
@@ -24,8 +23,9 @@ from dither.nn.linear import Linear
 from dither.nn.sharded.geometry import Shard, as_matrix, reduce_cuts, shards, spread_over
 from dither.nn.sharded.tensor_parallel import local
 from dither.nn.step import StepContext, step_context
+from dither.nn.untouched import reshard, untouched
 from dither.ops.ranks import gather
-from dither.snip.statistics import Collector, Statistics, cut_by_fsdp, cut_by_tensor_parallelism, layers_of
+from dither.snip.statistics import Collector, Statistics, is_fully_sharded, is_tensor_parallel, layers_of
 from dither.snip.update_rules import UpdateRule, update_rules_of
 from dither.spec import LayerPrecision
 from dither.spec.random import Stream
@@ -111,6 +111,8 @@ class TrainingSetup:
     """Tokens of a training step, over all ranks; None counts the batches of estimates as a whole step."""
     steps: int | None = None
     """Steps of the whole run, if they are known: a plan can be of use for no more than what is left of them."""
+    products: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Context of a forward and backward pass, such as `Training.backward_context`, which is quicker on a CPU without BF16."""
 
     def __post_init__(self) -> None:
         for name in ("step_tokens", "steps"):
@@ -186,16 +188,17 @@ class DryRun:
     ) -> None:
         setup = setup or TrainingSetup()
         group, pipeline, max_norm, self._adds_gradients = setup.group, setup.pipeline, setup.max_norm, setup.adds_gradients
+        self._products = setup.products
         _check_stream(stream)
         self.model = unwrapped(model)
         self.batches, self.forward, self.stream, self.group, self.pipeline = list(batches), forward, stream, group, pipeline
         if not self.batches:
             raise UserError("There are no batches to estimate from: give at least one.")
-        _reshard(self.model)
+        reshard(self.model)
         self.layers: dict[str, Linear] = {}
         self.weights: dict[str, Tensor] = {}
         self.rules: Mapping[str, UpdateRule] = {}
-        self.parallel = cut_by_tensor_parallelism(self.model)
+        self.parallel = is_tensor_parallel(self.model)
         stages = _gather_stages(self.pipeline, partial(self._find_layers, optimizer))
         self.names: list[str] = [name for names in stages for name in names]
         """Names of all layers; in a pipeline, of all stages."""
@@ -231,10 +234,10 @@ class DryRun:
         self.layers = layers_of(self.model, some=self.pipeline is None)
         self.weights = {name: layer.weight for name, layer in self.layers.items()}
         spread = (name for name, weight in self.weights.items() if isinstance(weight, DTensor))
-        self._cut = next(spread, None) if cut_by_fsdp(self.model) else None
-        if self._cut is not None and self.group is None:
+        self._sharded = next(spread, None) if is_fully_sharded(self.model) else None
+        if self._sharded is not None and self.group is None:
             raise UserError(
-                f"The weight of the layer {self._cut!r} is sharded over ranks: pass them as setup=TrainingSetup(group=...)."
+                f"The weight of the layer {self._sharded!r} is sharded over ranks: pass them as setup=TrainingSetup(group=...)."
             )
         self.rules = update_rules_of(optimizer, self.weights)
         return list(self.layers)
@@ -252,30 +255,19 @@ class DryRun:
     @contextmanager
     def borrowed(self) -> Iterator[None]:
         """Make every layer uncast and let it draw from the stream; restore everything on exit."""
-        kept = [(layer, layer.snapshot()) for layer in self.layers.values()]
-        inside = {id(buffer) for layer in self.layers.values() for buffer in layer.buffers()}
-        buffers = [(b, b._version, b.detach().clone()) for b in self.model.buffers() if id(b) not in inside]
-        devices = sorted({w.device.index for w in self.weights.values() if w.is_cuda})
         precision = torch.get_float32_matmul_precision()
-        try:
-            if precision != "highest":  # TF32 would add errors to those of the casts
-                torch.set_float32_matmul_precision("highest")
-            for layer in self.layers.values():
-                layer.seed = self.stream.key % (1 << 64)
-                layer.emulate = True  # matrix units do not multiply a cast by an uncast operand exactly
-                layer.set_precision(LayerPrecision())
-            with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
+        with untouched(self.model):
+            try:
+                if precision != "highest":  # TF32 would add errors to those of the casts
+                    torch.set_float32_matmul_precision("highest")
+                for layer in self.layers.values():
+                    layer.seed = self.stream.key % (1 << 64)
+                    layer.emulate = True  # matrix units do not multiply a cast by an uncast operand exactly
+                    layer.set_precision(LayerPrecision())
                 yield
-        finally:
-            if precision != "highest":
-                torch.set_float32_matmul_precision(precision)
-            _reshard(self.model)
-            for layer, state in kept:
-                layer.restore(state)
-            for buffer, version, saved in buffers:
-                if buffer._version != version:
-                    with torch.no_grad():
-                        buffer.copy_(saved)
+            finally:
+                if precision != "highest":
+                    torch.set_float32_matmul_precision(precision)
 
     @contextmanager
     def cast(self, name: str, precision: LayerPrecision) -> Iterator[None]:
@@ -293,9 +285,9 @@ class DryRun:
         """Run forward and backward over the batches. `draw` selects the random bits of stochastic casts."""
         total, gradients = None, None
         parameters = [*self.weights.values(), *self._others]
-        differentiate = _by_grad if self._cut is None else partial(_by_backward, self._parameters)
+        differentiate = _by_grad if self._sharded is None else partial(_by_backward, self._parameters)
         for index, batch in enumerate(self.batches):
-            with torch.enable_grad(), self._micro_batch(index * self._micro, draw) as at:
+            with torch.enable_grad(), self._products(), self._micro_batch(index * self._micro, draw) as at:
                 if self.pipeline is None:
                     loss = self._loss(batch)
                     found = differentiate(loss, parameters)
@@ -319,7 +311,7 @@ class DryRun:
         if self.group is not None:
             # FSDP2 has reduced the gradients of its sharded parameters already.
             unsharded = [
-                g for g, p in zip(gradients, parameters, strict=True) if self._cut is None or not isinstance(p, DTensor)
+                g for g, p in zip(gradients, parameters, strict=True) if self._sharded is None or not isinstance(p, DTensor)
             ]
             for each in (total, *unsharded):
                 torch.distributed.all_reduce(each, group=self.group)
@@ -491,10 +483,3 @@ def _part(g: Tensor | None, p: Tensor) -> Tensor:
 def whole(x: Tensor) -> Tensor:
     """Return a tensor, gathered if it is sharded."""
     return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-def _reshard(model: nn.Module) -> None:
-    """Free the whole weights that FSDP2 has gathered: after a forward pass without backward it keeps the outermost ones."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()

@@ -3,14 +3,13 @@
 The sentence under each field is its documentation and its help on the command line. Nothing here imports torch.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from dither.errors import UserError
+from dither.settings import Count, Interval, Share, Within, check
 from dither.snip.options import options as combinations
-from dither.spec.fields import check_at_least, check_types, check_within
 
 Value = str | int | float | bool | None
 
@@ -29,11 +28,11 @@ class Goal:
     {'*.down_proj': 'fp8'}
     """
 
-    target: float | None = None
+    target: Share | None = None
     """Fraction of the possible savings, from 0 to 1: with fp8,fp4 the fraction of FLOPs in FP4."""
     cost: Literal["flops", "time"] = "flops"
     """Unit of savings: FLOPs, or time as measured on the GPU."""
-    stages: tuple[int, ...] = ()
+    stages: tuple[Count, ...] = ()
     """Blocks per pipeline stage, such as 6, 6, 6 and 4; none means no pipeline."""
     balance: Literal["slowest", "share"] = "slowest"
     """With stages: bound the time of the slowest stage, or let each stage save its share of the target (SNIP's Eq. 5)."""
@@ -41,10 +40,7 @@ class Goal:
     """Layers with a fixed option, as pattern=option, such as *.down_proj=fp8."""
 
     def __post_init__(self) -> None:
-        check_types("snip", self)
-        check_within("snip.target", self.target, 0, 1)
-        for blocks in self.stages:
-            check_at_least("Each of snip.stages", blocks, 1)
+        check("snip", self)
         if wrong := [text for text in self.pinned if not all(text.rpartition("="))]:
             raise UserError(f"A pinned layer is written pattern=option, such as *.down_proj=fp8, not {wrong[0]!r}.")
 
@@ -71,26 +67,22 @@ class Schedule:
     True
     """
 
-    start: int = 100
+    start: Count = 100
     """Step of the first estimates; the optimizer needs its moments by then."""
-    every: int = 100_000
+    every: Count = 100_000
     """Steps from one set of estimates to the next."""
-    delay: int = 10
+    delay: Interval = 10
     """Steps from estimates to the plan chosen from them; meanwhile the solver works in the background."""
-    hysteresis: float = 0.0
+    hysteresis: Annotated[float, Within(0)] = 0.0
     """Fraction of its harm that a plan must save to replace the current one; 0 changes the plan for any gain."""
-    budget: float | None = None
+    budget: Annotated[float, Within(0, 1, open_below=True)] | None = None
     """Share of the training time that estimates may take; they are spread over steps, so that training never waits for longer
     than a step takes. By default 0.01 with the probe auto, and no limit with any other."""
-    tokens: int = 8192
+    tokens: Count = 8192
     """Most tokens of a pass of the estimates, over all ranks, at least one sequence or part of one per rank."""
 
     def __post_init__(self) -> None:
-        check_types("snip", self)
-        for name, least in (("start", 1), ("every", 1), ("delay", 0), ("tokens", 1)):
-            check_at_least(f"snip.{name}", getattr(self, name), least)
-        check_within("snip.hysteresis", self.hysteresis, 0, math.inf)
-        check_within("snip.budget", self.budget, 0, 1, open_below=True)
+        check("snip", self)
         if self.delay >= self.every:
             raise UserError(f"snip.delay={self.delay} is not below snip.every={self.every}: plans would overlap.")
 
@@ -114,22 +106,19 @@ class Estimator:
     (direct), or auto: measure if the budget allows it, otherwise joint."""
     rows: bool = False
     """Use the row-wise form of the loss divergence (section 6.3 of the paper)."""
-    power: float = 2.0
+    power: Annotated[float, Within(1)] = 2.0
     """Exponent of the divergences of layers in their sum: 2 fits independent errors; the paper has 1."""
-    loss_weight: float = 1.0
+    loss_weight: Annotated[float, Within(0)] = 1.0
     """Weight of the loss divergence dL; 0 ignores it."""
-    update_weight: float = 1.0
+    update_weight: Annotated[float, Within(0)] = 1.0
     """Weight of the weight divergence dW, the change of the next update; 0 ignores it."""
 
     def __post_init__(self) -> None:
-        check_types("snip", self)
+        check("snip", self)
         try:
             combinations(self.options)
         except UserError as error:
             raise UserError(f"In snip.options: {error}") from None
-        check_within("snip.power", self.power, 1, math.inf)
-        for name in ("loss_weight", "update_weight"):
-            check_within(f"snip.{name}", getattr(self, name), 0, math.inf)
         if not self.loss_weight and not self.update_weight:
             raise UserError(
                 "snip.loss_weight and snip.update_weight are both 0: nothing would be left to tell options apart by."
@@ -165,7 +154,7 @@ def harm(
     weights: Sequence[Sequence[float]],
     loss_weight: float = 1.0,
     update_weight: float = 1.0,
-    power: float = 2.0,
+    power: Annotated[float, Within(1)] = 2.0,
 ) -> list[list[float]]:
     """Return (loss_weight dL)^power + (update_weight dW)^power: tables with one row per layer and one column per option.
 

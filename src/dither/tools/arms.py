@@ -9,15 +9,15 @@
 
 import hashlib
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dither.errors import UserError
-from dither.optim import MODES
 from dither.report.run_folder import number
+from dither.settings import toml, value_at
 from dither.spec import PARTS, Sampling, did_you_mean
+from dither.spec.modes import MODES
 from dither.spec.recipes import ALIASES, MEASURED, RECIPES, recipe_name
 from dither.train import config as configs
 from dither.train.config import SAMPLING_KEY, Config, Precision
@@ -107,7 +107,7 @@ class Arm:
         base = self.name.replace(":", "-")
         if not self.settings:
             return base
-        texts = [f"{path}={plain(value_of(config, path))}" for path, _ in self.settings]
+        texts = [f"{path}={plain(value_at(config, path))}" for path, _ in self.settings]
         whole = f"{base}@{','.join(texts)}"
         safe = re.sub(r"[^\w.+=@,-]+", "-", whole, flags=re.ASCII)
         if safe == whole and len(safe) <= LONGEST:
@@ -241,21 +241,9 @@ def split(text: str) -> list[str]:
     return parts
 
 
-def value_of(config: Config, path: str) -> Any:
-    """Return the value of a field as in TOML, or None if it is not set.
-
-    >>> value_of(Config(), "optim.betas")
-    [0.9, 0.95]
-    """
-    at: Any = tomllib.loads(configs.dumps(config))
-    for key in path.split("."):
-        at = at.get(key) if isinstance(at, dict) else None
-    return at
-
-
 def plain(value: object) -> str:
     """Return a value as TOML, and text without its quotes."""
-    return value if isinstance(value, str) else configs.toml(value)
+    return value if isinstance(value, str) else toml(value)
 
 
 def axis_value(value: object) -> str | float:

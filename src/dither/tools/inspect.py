@@ -19,11 +19,10 @@ from dither.models.open import find_model, open_model
 from dither.models.presets import skeleton
 from dither.nn.convert import reasons_left_alone
 from dither.nn.sites import find_sites, weight_of
-from dither.numerics.counts import COUNTS, SAMPLE, cast_counts, update_counts
-from dither.numerics.monitor import weight_and_update
+from dither.numerics.counts import COUNTS, SAMPLE, cast_counts
+from dither.numerics.monitor import MeasuredUpdate, last_update
 from dither.numerics.report import WeightUpdate, finite
 from dither.ops.backend import implementation
-from dither.ops.reference.adamw import FORMATS
 from dither.optim import AdamMini, AdamW, roles
 from dither.optim.groups import MEANING
 from dither.spec import Cast, LayerPrecision, Plan
@@ -195,17 +194,13 @@ def _updates(plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[s
         return note, {}
     found = {}
     for group in optimizer.param_groups:
-        for number, (name, parameter) in enumerate(zip(group["param_names"], group["params"], strict=True)):
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
             layer = name.removesuffix(".weight")
             if layer not in plain["layers"] or layer == name or "exp_avg" not in optimizer.state[parameter]:
                 continue
-            w, update, dtype, rounding = weight_and_update(optimizer, parameter, group, number)
-            counts = update_counts(w, update, FORMATS[dtype])
-            moved, ratio = float(counts.moved), float(counts.ratio)
-            if moved:
-                known = None if math.isnan(ratio) else ratio
-                share = float(counts.stagnant) / moved
-                found[layer] = WeightUpdate(FORMATS[dtype].name, rounding, known, share, round(moved))
+            measured = MeasuredUpdate.of(last_update(optimizer, parameter, group))
+            if (update := measured.report(*(float(number) for number in measured.counts))) is not None:
+                found[layer] = update
     return "", found
 
 

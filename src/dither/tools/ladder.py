@@ -21,22 +21,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from dither import files
 from dither.data import BYTES, is_prepared, load_tokenizer, open_tokens
 from dither.data.text import STDLIB
 from dither.errors import UserError
 from dither.models import PRESETS, parameter_count, preset
+from dither.models.settings import Model
 from dither.report.ladder import LadderReport, Result, read_result
-from dither.spec.fields import check_at_least, check_choice, check_types
+from dither.settings import Count, OneOf, check, from_table, parse
 from dither.tools.arms import SHARED, Arm, find_field
 from dither.tools.trials import POLL, last_line, stop_without_parent
 from dither.train import config as configs
 from dither.train.config import Config
 from dither.train.guard import Signals
 from dither.train.loop import Outcome, train
-from dither.train.toml_text import parse
 
 LOGS, WORK, TOKENS = "logs", "work", "tokens"
 """Folders beside the results: output of the runs, runs in progress, and tokens."""
@@ -52,21 +52,19 @@ SPEED_STEPS = 80
 class Rung:
     """A model and how long it trains."""
 
-    model: str = ""
+    model: Annotated[str, OneOf(PRESETS)] = ""
     """Name of a preset."""
     tokens_per_parameter: tuple[float, ...] = ()
     """Training tokens per parameter; each is a run of its own, with its own schedule."""
     arms: tuple[str, ...] = ()
     """Some of the ladder's arms; by default all of them."""
-    seeds: int | None = None
+    seeds: Count | None = None
     """Number of seeds, if not the ladder's."""
     set: tuple[str, ...] = ()
     """Settings of this model, such as optim.lr=2e-3."""
 
     def __post_init__(self) -> None:
-        check_types("ladder.rungs", self)
-        check_choice("ladder.rungs.model", self.model, PRESETS)
-        check_at_least("ladder.rungs.seeds", self.seeds, 1)
+        check("ladder.rungs", self)
         if not self.tokens_per_parameter or min(self.tokens_per_parameter) <= 0:
             raise UserError("ladder.rungs.tokens_per_parameter is a list of positive numbers, such as [5, 10, 20].")
 
@@ -81,9 +79,9 @@ class Ladder:
     """Models in the order in which they are trained."""
     baseline: str = ""
     """The arm that the others are compared with; by default the first."""
-    seeds: int = 3
+    seeds: Count = 3
     """Number of runs per arm and rung: with the seeds of the config, and with the next ones."""
-    evaluations: int = 8
+    evaluations: Count = 8
     """Evaluations per run, the last one after its last step."""
     out: str = "results"
     """Folder of the results, beside the file."""
@@ -91,15 +89,13 @@ class Ladder:
     """What all runs have in common: the other sections of the file."""
 
     def __post_init__(self) -> None:
-        check_types("ladder", self)
-        for name in ("seeds", "evaluations"):
-            check_at_least(f"ladder.{name}", getattr(self, name), 1)
+        check("ladder", self)
         if not self.arms or not self.rungs:
             raise UserError('A ladder has ladder.arms, such as ["o1", "bf16-sr"], and at least one [[ladder.rungs]].')
         if twice := [name for name in self.arms if self.arms.count(name) > 1]:
             raise UserError(f"The arm {twice[0]!r} is named twice: name it once.")
         for name in (self.base, *(name for rung in self.rungs for name in rung.arms)):
-            check_choice("ladder.arms", name, self.arms)
+            OneOf(self.arms).check("ladder.arms", name)
 
     @property
     def base(self) -> str:
@@ -115,10 +111,9 @@ def load(path: Path) -> Ladder:
         tables = section.pop("rungs", []) if isinstance(section, dict) else []
         if not isinstance(tables, list):
             raise UserError("[[ladder.rungs]] are tables, one or more per model.")
-        rungs = [configs._section("ladder.rungs", Rung, table) for table in tables]
-        common = {"rungs": rungs, "config": configs._config(data)}
-        ladder: Ladder = configs._section("ladder", Ladder, {**section, **common} if isinstance(section, dict) else section)
-        return ladder
+        rungs = [from_table(Rung, table, "ladder.rungs") for table in tables]
+        common = {"rungs": rungs, "config": from_table(Config, data)}
+        return from_table(Ladder, {**section, **common} if isinstance(section, dict) else section, "ladder")
     except files.Refused as error:
         raise UserError(f"The ladder {str(path)!r} cannot be read: {error}.") from None
     except UserError as error:
@@ -219,7 +214,7 @@ def tiny(ladder: Ladder) -> Ladder:
     """Return the ladder with the tiny Llama on Python's standard library: minutes on a CPU, to try a file."""
     config = ladder.config
     data = replace(config.data, sources=(), tokenizer="bytes", sequence=32, batch=4, micro_batch=None)
-    few = replace(config, model=configs.Model(), data=data, run=replace(config.run, device="cpu", eval_sequences=8))
+    few = replace(config, model=Model(), data=data, run=replace(config.run, device="cpu", eval_sequences=8))
     per_step = data.batch * data.sequence / parameter_count(preset("tiny", vocab_size=BYTES.vocab_size))
     rung = Rung(model="tiny", tokens_per_parameter=(4 * per_step, 8 * per_step, 16 * per_step))
     return replace(ladder, rungs=(rung,), seeds=min(ladder.seeds, 2), config=few, out=f"{ladder.out}-tiny")

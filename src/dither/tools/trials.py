@@ -7,7 +7,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -25,7 +25,8 @@ from dither.report.comparison import Comparison, Entry, Value, shown
 from dither.report.figures import line_images
 from dither.report.run_folder import read_all
 from dither.report.watch import Follower
-from dither.tools.arms import Arm, Sweep, axis_value, value_of
+from dither.settings import differences, value_at
+from dither.tools.arms import Arm, Sweep, axis_value
 from dither.train import config as configs
 from dither.train.config import Config, Data, Optim, RunSettings
 from dither.train.files import CONFIG
@@ -106,7 +107,7 @@ def plan(common: Config, names: Sequence[str], folder: Path, seeds: int = 1, swe
 def _trial(arm: Arm, common: Config, folder: Path, sweep: Sweep | None, *, first: bool) -> Trial:
     config = arm.config(common)
     name = arm.folder(config) + ("" if first else f"-seed-{config.run.seed}")
-    value = None if sweep is None else axis_value(value_of(config, sweep.path))
+    value = None if sweep is None else axis_value(value_at(config, sweep.path))
     placed = replace(config, run=replace(config.run, out=str(folder / name)))
     return Trial(arm.text, placed, value, None if sweep is None else sweep.path, first)
 
@@ -144,12 +145,7 @@ def is_done(trial: Trial, resume: bool) -> bool:
 
 
 def _changes(saved: Config, now: Config, most: int = 3) -> str:
-    found = []
-    for section in fields(now):
-        old, new = getattr(saved, section.name), getattr(now, section.name)
-        for name in (each.name for each in fields(new)):
-            if getattr(old, name) != getattr(new, name):
-                found.append(f"{section.name}.{name} is {getattr(old, name)!s:.80}, not {getattr(new, name)!s:.80}")
+    found = [f"{path} is {old!s:.80}, not {new!s:.80}" for path, (old, new) in differences(saved, now).items()]
     return ", ".join(found[:most]) + (f", and {len(found) - most} more" if len(found) > most else "")
 
 

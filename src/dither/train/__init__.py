@@ -7,9 +7,9 @@ from dither.lazy import lazily
 if TYPE_CHECKING:
     from dither.train.config import Config as Config
     from dither.train.config import Parallel as Parallel
+    from dither.train.config import Policy as Policy
     from dither.train.config import schedule as schedule
     from dither.train.guard import Guard as Guard
-    from dither.train.guard import Policy as Policy
     from dither.train.guard import Signals as Signals
     from dither.train.loop import Outcome as Outcome
     from dither.train.loop import train as train
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 __getattr__ = lazily(
     __name__,
     {
-        "config": "Config Parallel schedule",
-        "guard": "Guard Policy Signals",
+        "config": "Config Parallel Policy schedule",
+        "guard": "Guard Signals",
         "loop": "Outcome train",
         "records": "Progress",
         "run_folder": "Status",

@@ -8,7 +8,6 @@ import hashlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -17,8 +16,8 @@ from torch import Tensor
 from dither.errors import DitherError, UserError
 from dither.nn import step_context
 from dither.nn.sharded.tensor_parallel import local
-from dither.numerics.monitor import untouched
-from dither.spec.fields import hints
+from dither.nn.untouched import untouched
+from dither.settings import values
 from dither.train.config import Config
 from dither.train.ranks import Ranks, everywhere
 from dither.train.trainer import Trainer
@@ -44,11 +43,7 @@ def facts_of_config(config: Config) -> dict[str, str]:
     >>> facts_of_config(Config())["optim.lr"]
     '0.003'
     """
-    found = {
-        f"{section}.{each.name}": str(getattr(getattr(config, section), each.name))
-        for section in hints(Config)
-        for each in fields(getattr(config, section))
-    }
+    found = {path: str(value) for path, value in values(config).items()}
     code = {"the version of dither": version(), "the code of dither": _code(), "the version of torch": str(torch.__version__)}
     return {name: value for name, value in found.items() if name not in OWN} | code
 

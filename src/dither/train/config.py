@@ -1,61 +1,34 @@
-"""The configuration of a training run: frozen sections, read from TOML and written as TOML.
+"""The configuration of a training run: frozen sections, read from TOML and written as TOML. Nothing here imports torch.
 
-The sentence under each field is its documentation and its help on the command line: `describe` reads it from this source.
+The sentence under each field is its documentation and its help on the command line.
 """
 
 import math
 import os
 import re
-import textwrap
-import types
-import typing
-from collections.abc import Iterable, Iterator
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from types import MappingProxyType
+from typing import Annotated, Literal
 
-from dither.errors import UserError, renamed
+from dither.errors import UserError
 from dither.files import Refused, read_text
-from dither.models import PRESETS
+from dither.models.settings import Lora, Model
+from dither.settings import AtLeast, Count, Field, Interval, OneOf, Seed, Share, Within, check, fields_of, from_table, parse
+from dither.settings import dumps as dumps
+from dither.settings import override as override
 from dither.snip.settings import SnipSettings
-from dither.spec import Sampling, did_you_mean
-from dither.spec.fields import check_at_least, check_choice, check_seed, check_types, check_within, hints, sentences, type_name
-from dither.spec.modes import MODES, MOST_NORM, LossScaling
-from dither.train.guard import Policy
-from dither.train.lora_settings import Lora as Lora
-from dither.train.parallel_settings import Parallel as Parallel
-from dither.train.precision_settings import Precision as Precision
-from dither.train.precision_settings import check_snip
-from dither.train.toml_text import parse, parse_value
-from dither.train.toml_text import toml as toml
+from dither.spec import MemoryOptions, Plan, Sampling
+from dither.spec.modes import GRADIENTS, MODES, MOST_NORM, LossScaling
+from dither.spec.optimizer import BLOCKS, WHOLE
+from dither.spec.recipes import ALIASES, MEASURED, RECIPES, recipe, recipe_name
+from dither.spec.schedule import beginnings, check_name, is_file, split_forward
 
+SAMPLING_KEY = "precision.sampling"
+"""An optional section of its own."""
 
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """The model: a preset, or any causal language model from Hugging Face."""
-
-    preset: str | None = None
-    """Name of a preset, such as tiny or llama-134m; tiny if neither this nor hf is set."""
-    hf: str | None = None
-    """Or a Hugging Face model: a folder with weights, or a config.json for random ones."""
-    vocab: int | None = None
-    """Size of the vocabulary; by default that of the tokenizer."""
-    weights: str | None = None
-    """Initial weights: a run, whose newest checkpoint is read, or a checkpoint (or DCP's, torchtitan's); by default random."""
-
-    def __post_init__(self) -> None:
-        check_types("model", self)
-        if self.preset is not None and self.hf is not None:
-            raise UserError(f"model.preset={self.preset!r} and model.hf={self.hf!r} are two models: set only one of them.")
-        check_choice("model.preset", self.preset, PRESETS)
-        if "" in (self.hf, self.weights):
-            raise UserError("model.hf and model.weights are paths, and one of them is empty.")
-        check_at_least("model.vocab", self.vocab, 2)
-
-    @property
-    def size(self) -> str | None:
-        """The name of the preset; None for a Hugging Face model."""
-        return self.preset if self.preset is not None or self.hf is not None else "tiny"
+Beta = Annotated[float, Within(0, 1, open_above=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,30 +41,25 @@ class Data:
     """text, or chat: conversations and instructions in JSON lines, of which only the replies count towards the loss."""
     tokenizer: str = "bytes"
     """bytes, or the path of a tokenizer.json; that of a prepared folder is used by itself."""
-    sequence: int = 128
+    sequence: Count = 128
     """Tokens per sequence."""
-    batch: int = 16
+    batch: Count = 16
     """Sequences per optimizer step, over all micro-batches and ranks."""
-    micro_batch: int | None = None
+    micro_batch: Count | None = None
     """Sequences per forward pass, a divisor of the batch; by default the whole batch."""
-    held_out: float = 0.05
+    held_out: Annotated[float, Within(0, 1, open_below=True, open_above=True)] = 0.05
     """Fraction of documents that are held out for evaluation and never trained on."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the order of the sequences."""
 
     def __post_init__(self) -> None:
-        check_types("data", self)
-        check_choice("data.kind", self.kind, ("text", "chat"))
+        check("data", self)
         if self.kind == "chat" and not self.sources:
             raise UserError("data.kind='chat' needs conversations: name JSON lines or a prepared folder in data.sources.")
         if "" in (*self.sources, self.tokenizer):
             raise UserError("data.sources and data.tokenizer are names or paths, and one of them is empty.")
-        for name in ("sequence", "batch", "micro_batch"):
-            check_at_least(f"data.{name}", getattr(self, name), 1)
         if self.micro_batch is not None and self.batch % self.micro_batch:
             raise UserError(f"data.micro_batch={self.micro_batch} does not divide data.batch={self.batch}.")
-        check_within("data.held_out", self.held_out, 0, 1, open_below=True, open_above=True)
-        check_seed("data.seed", self.seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,17 +68,17 @@ class Optim:
 
     optimizer: Literal["adamw", "adam-mini"] = "adamw"
     """adamw, or adam-mini, which has one second moment per row or head."""
-    lr: float = 3e-3
+    lr: Annotated[float, Within(0, open_below=True)] = 3e-3
     """Peak learning rate; 3e-3 suits the tiny model, larger models need less: 6e-4 at 124M, 3e-4 at 1B."""
     min_lr: float = 0.0
     """Learning rate at the end of cosine and wsd."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay rates of the first and second moments."""
-    eps: float = 1e-8
+    eps: Annotated[float, Within(1e-30, 1e30)] = 1e-8
     """Added to the square root of the second moment."""
-    weight_decay: float = 0.1
+    weight_decay: Annotated[float, Within(0)] = 0.1
     """Decay of matrices, which shrink by lr times this per step; norms and biases do not decay."""
-    max_norm: float = 1.0
+    max_norm: Annotated[float, Within(0, MOST_NORM)] = 1.0
     """Clip the global gradient norm to this; 0 disables clipping."""
     release_gradients: bool = False
     """Update each block in the backward pass and free its gradients: see docs/optimizers.md for what this needs."""
@@ -118,20 +86,14 @@ class Optim:
     """The norm that max_norm limits: that of the step's gradients, or with release_gradients that of the previous step's."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """After the warmup: half a cosine, constant and then linear (wsd), or constant."""
-    warmup: float = 0.05
+    warmup: Share = 0.05
     """Fraction of the steps in which the learning rate rises linearly from near 0."""
-    decay: float = 0.2
+    decay: Share = 0.2
     """Fraction of the steps, at the end, in which wsd decays."""
 
     def __post_init__(self) -> None:
-        check_types("optim", self)
-        check_within("optim.lr", self.lr, 0, math.inf, open_below=True)
-        check_within("optim.min_lr", self.min_lr, 0, self.lr)
-        for beta in self.betas:
-            check_within("each of optim.betas", beta, 0, 1, open_above=True)
-        check_within("optim.eps", self.eps, 1e-30, 1e30)
-        check_within("optim.weight_decay", self.weight_decay, 0, math.inf)
-        check_within("optim.max_norm", self.max_norm, 0, MOST_NORM)
+        check("optim", self)
+        Within(0, self.lr).check("optim.min_lr", self.min_lr)
         if self.release_gradients and self.max_norm and self.clip_norm == "current":
             raise UserError(
                 f"optim.release_gradients uses gradients before the norm of all is known, and optim.max_norm={self.max_norm:g} "
@@ -142,8 +104,6 @@ class Optim:
                 "optim.clip_norm='previous' is for optim.release_gradients=true with an optim.max_norm: other steps clip by "
                 "their own norm."
             )
-        for name in ("warmup", "decay"):
-            check_within(f"optim.{name}", getattr(self, name), 0, 1)
         if self.schedule == "wsd" and self.warmup + self.decay > 1:
             raise UserError(
                 f"optim.warmup={self.warmup:g} and optim.decay={self.decay:g} are fractions of the same steps and add up "
@@ -152,18 +112,327 @@ class Optim:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Monitor:
+class Precision:
+    """The precision of parameters, layers, gradients and optimizer states."""
+
+    mode: Annotated[str, OneOf(MODES)] = "fp32"
+    """Dtypes of parameters and states: fp32, o1, o2, o2-split, bf16-rn, bf16-sr, bf16-kahan, bf16-24, fp16 or fp16-o2."""
+    recipe: Annotated[str, OneOf((*RECIPES, *ALIASES, *MEASURED))] | None = None
+    """Recipe for the casts of linear layers, such as fp8-block, or its alias blockwise; by default no casts."""
+    plan: str | None = None
+    """Or the file of a plan."""
+    schedule: tuple[tuple[int | float, str], ...] = ()
+    """Or plans by step: pairs of a step or share of the run and a recipe, "RECIPE forward" or a file; see docs/precision.md."""
+    output: Annotated[str, OneOf((*RECIPES, *ALIASES))] | None = None
+    """Recipe for the casts of the output layer, such as fp8-current; by default it is not cast."""
+    states: Annotated[str, OneOf((*WHOLE, *BLOCKS))] | None = None
+    """Format of the optimizer's moments, such as dynamic8; by default that of the mode."""
+    gradients: Annotated[str, OneOf(GRADIENTS)] | None = None
+    """Format in which gradients are accumulated and reduced: fp32, bf16, or bf16-sr (stochastic); by default the mode's."""
+    sampling: Sampling | None = None
+    """Sampled weights: noise in place of quantization, with learned bitwidths; by default none."""
+    emulate: bool = False
+    """Multiply dequantized numbers in float32 on a GPU too, as the CPU does: correct everywhere, and slow."""
+    fallback: Literal["error", "bf16", "emulate"] = "error"
+    """For a layer whose casts no matrix units of the GPU support: error, run it uncast (bf16), or emulate."""
+    engines: str | None = None
+    """File in which `dither doctor --engines FILE` recorded the native units that passed the self-test on this machine."""
+    save: Literal["codes", "input"] = "codes"
+    """Backward reads the codes of a cast layer's input, or the input, which it casts again; see docs/memory.md."""
+    hold: Literal["both", "one", "none"] = "both"
+    """Layouts of a weight's codes that are held for a step: both, the forward product's, or none; see docs/memory.md."""
+    swiglu: Literal["exact", "fp8"] = "exact"
+    """Backward reads the inputs of SwiGLU as they are, or as FP8 codes, in half of the memory or less; see docs/memory.md."""
+    times: str | None = None
+    """With fp8-auto: file of measured times; on a GPU, what is missing is measured and added."""
+
+    def __post_init__(self) -> None:
+        check("precision", self)
+        if self.recipe is not None:
+            object.__setattr__(self, "recipe", recipe_name(self.recipe))
+        self._check_output()
+        if self.recipe is not None and self.plan is not None:
+            raise UserError(
+                f"precision.recipe={self.recipe!r} and precision.plan={self.plan!r} both set the casts: set only one."
+            )
+        if self.schedule:
+            self._check_schedule()
+        elif self.recipe is not None and self.recipe not in MEASURED:
+            self._check_plan(f"precision.recipe={self.recipe!r}", recipe(self.recipe))
+        if self.measured:
+            if MODES[self.mode].plan.compute != "bf16":
+                fits = [name for name, mode in MODES.items() if mode.plan.compute == "bf16"]
+                raise UserError(
+                    f"fp8-auto compares FP8 with BF16, and precision.mode={self.mode!r} computes in "
+                    f"{MODES[self.mode].plan.compute}: use the mode {', '.join(fits)}."
+                )
+            self._sampled(recipe("fp8-block"))  # a sampling that does not go with casts
+        elif self.times is not None:
+            raise UserError(f"precision.times={self.times!r} has no effect without the recipe fp8-auto: remove it.")
+
+    def _check_output(self) -> None:
+        """Raise if the output layer's recipe casts nothing; replace an alias by its name."""
+        if self.output is None:
+            return
+        object.__setattr__(self, "output", recipe_name(self.output))
+        default = recipe(self.output).default
+        if default is None or default.uncast:
+            casts = [name for name, each in RECIPES.items() if each.plan.default is not None and not each.plan.default.uncast]
+            raise UserError(
+                f"precision.output={self.output!r} casts nothing, as without the field: leave it out, or choose one of "
+                f"{', '.join(casts)}."
+            )
+
+    def _check_schedule(self) -> None:
+        """Raise if the schedule names neither a recipe nor a file, or if another field contradicts it."""
+        for number, (_, text) in enumerate(self.schedule):
+            name, forward = split_forward(text)
+            try:
+                check_name(name)
+            except UserError as error:
+                raise UserError(f"In precision.schedule: {error}") from None
+            if forward and not number:
+                raise UserError(f"The first entry of precision.schedule sets all products, not only those of {text!r}.")
+            if name not in MEASURED and not is_file(name):
+                self._uncast_or_recipe(name)
+        first = recipe_name(self.schedule[0][1])
+        for key, value in (("recipe", self.recipe), ("plan", self.plan)):
+            if value not in (None, first):
+                raise UserError(
+                    f"precision.{key}={value!r} and precision.schedule, which begins with {first!r}, both set the casts: set "
+                    "only one."
+                )
+
+    @property
+    def entries(self) -> tuple[tuple[int | float, str], ...]:
+        """The schedule, or one entry for the recipe or the plan; an empty text means the plan of the mode."""
+        return self.schedule or ((0, self.plan or self.recipe or ""),)
+
+    @property
+    def memory(self) -> MemoryOptions:
+        """The tensors that layers keep between forward and backward."""
+        return MemoryOptions(self.save, self.hold, self.swiglu)
+
+    @property
+    def measured(self) -> bool:
+        """True if an entry is fp8-auto, whose plan is measured."""
+        return any(split_forward(text)[0] in MEASURED for _, text in self.entries)
+
+    def beginnings(self, steps: int) -> list[int]:
+        """Return the first step of each entry in a run of that many steps; raise if the schedule does not fit the run."""
+        try:
+            return beginnings([begins for begins, _ in self.entries], steps)
+        except UserError as error:
+            raise UserError(f"In precision.schedule: {error}") from None
+
+    def load_plan(self) -> Plan:
+        """Return the plan of the recipe, the file or the mode, with the sampling; with a schedule, the first plan."""
+        return self.plan_of(self.entries[0][1])
+
+    def plan_of(self, name: str, known: Mapping[str, Plan] = MappingProxyType({})) -> Plan:
+        """Return the plan of a recipe or a file, or of the mode if the name is "", with the sampling.
+
+        Args:
+            name: The name in an entry, without "forward".
+            known: Plans by name, of fp8-auto and of files that need not be read.
+        """
+        if name in known:
+            return self._with_output(self._sampled(known[name]))
+        if self.names_file(name):
+            found = Plan.load(name)
+            self._check_plan(f"{'precision.schedule: ' if self.schedule else 'precision.plan='}{name!r}", found)
+        elif self.schedule:
+            found = self._uncast_or_recipe(name)
+        else:
+            found = recipe(name or MODES[self.mode].recipe)
+        return self._with_output(self._sampled(found))
+
+    def names_file(self, name: str) -> bool:
+        """Return True if the name in an entry is a file."""
+        return is_file(name) if self.schedule else name == self.plan
+
+    def _uncast_or_recipe(self, name: str) -> Plan:
+        """Return the plan of a recipe in a schedule: of one that casts nothing, the plan of the mode."""
+        found, mode = recipe(name), MODES[self.mode].plan
+        if found.default is None or not found.default.uncast:
+            return found
+        if found.compute != mode.compute:
+            raise UserError(
+                f"precision.schedule has {name!r}, which computes in {found.compute}, and precision.mode={self.mode!r} "
+                f"computes in {mode.compute}: the type of uncast operations does not change during a run."
+            )
+        return replace(mode, provenance={"recipe": name})
+
+    def _sampled(self, plan: Plan) -> Plan:
+        return plan if self.sampling is None else plan.with_sampling(self.sampling)
+
+    def _with_output(self, plan: Plan) -> Plan:
+        return plan if self.output is None else plan.with_output(recipe(self.output).default)
+
+    def _check_plan(self, given: str, found: Plan) -> None:
+        mode = MODES[self.mode].plan
+        says = [(each.parameters, each.compute, each.master, each.loss_scaling) for each in (found, mode)]
+        if (found.parameters is not None and says[0] != says[1]) or (found.loss_scaling and not mode.loss_scaling):
+            fits = [name for name, each in MODES.items() if each.recipe == self.recipe]
+            raise UserError(
+                f"{given} does not fit precision.mode={self.mode!r}"
+                + (f": use the mode {' or '.join(map(repr, fits))}." if fits else ": change one of them.")
+            )
+
+
+def _check_snip(precision: Precision, begins: list[int], steps: int, start: int, delay: int) -> None:
+    """Raise if SNIP never chooses a plan: it chooses while an entry of the schedule casts all products of a layer.
+
+    Args:
+        precision: The section with the schedule.
+        begins: The first step of each entry.
+        steps: The steps of the run.
+        start: The step of SNIP's first statistics.
+        delay: Steps from statistics to the plan.
+    """
+    if not precision.schedule:
+        return
+    for begin, end, (_, text) in zip(begins, [*begins[1:], steps], precision.schedule, strict=True):
+        name, forward = split_forward(text)
+        default = None if name in MEASURED or is_file(name) else recipe(name).default
+        casts = not forward and (default is None or not default.uncast)  # a file is not read here
+        if casts and max(begin, start) + delay < end:
+            return
+    raise UserError(
+        f"SNIP chooses plans while an entry of precision.schedule casts all products, and none of them does so for long enough "
+        f"with snip.start={start} and snip.delay={delay}: change the schedule, or remove snip.target."
+    )
+
+
+Small = Annotated[int, AtLeast(0, bits=31)]
+Window = Annotated[int, AtLeast(1, bits=31)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """The reaction to NaN, Inf and loss spikes.
+
+    >>> Policy(nonfinite="skip").most_skips
+    10
+    """
+
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """For a loss or gradient norm of NaN or Inf, before any weight changes: stop the run, or skip the step."""
+    most_skips: Small = 10
+    """Most steps in a row that may be skipped for NaN or Inf before the run stops."""
+    skip_share: Share = 0.1
+    """Largest fraction of skip_window steps that may be skipped for NaN or Inf; 1 never stops a run."""
+    overflow_share: Share = 0.1
+    """Largest fraction of skip_window steps in which scaled gradients may overflow; 1 never stops a run."""
+    skip_window: Window = 100
+    """Number of last steps to which skip_share and overflow_share apply."""
+    spike: Literal["ignore", "warn", "rollback"] = "warn"
+    """For a loss spike: ignore it, warn, or roll back to the last good checkpoint."""
+    spike_factor: Annotated[float, Within(1, open_below=True)] = 2.0
+    """A loss is an outlier if it is above this many times the median of the preceding window."""
+    spike_window: Annotated[int, AtLeast(2, bits=31)] = 100
+    """Number of steps in the window."""
+    spike_count: Window = 5
+    """Number of outliers in a window that make a spike."""
+    most_rollbacks: Small = 3
+    """Most rollbacks before the run stops."""
+    compare_every: Small = 100
+    """Steps between comparisons of the weights and optimizer states of all ranks, bit for bit; 0 means before saves only."""
+    recompute_every: Small = 0
+    """Steps between recomputations of a micro-batch, whose bits must agree: a check of the hardware; 0 means never."""
+    lock: bool = True
+    """Lock the run folder, so that only one process writes to it; false is for file systems without locks."""
+
+    def __post_init__(self) -> None:
+        check("guard", self)
+        if self.spike_count > self.spike_window:
+            raise UserError(
+                f"guard.spike_count={self.spike_count} outliers do not fit into guard.spike_window={self.spike_window} steps: "
+                "increase the window, or reduce the count."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitorSettings:
     """Statistics of casts, gradients and updates during training."""
 
-    every: int = 0
+    every: Interval = 0
     """Steps between measurements of what casts clip and flush to zero and what rounding does to updates; 0 means never."""
-    tokens: int = 2048
+    tokens: Count = 2048
     """Most tokens per measurement, over all ranks: whole sequences of the step, at least one per rank."""
 
     def __post_init__(self) -> None:
-        check_types("monitor", self)
-        check_at_least("monitor.every", self.every, 0)
-        check_at_least("monitor.tokens", self.tokens, 1)
+        check("monitor", self)
+
+
+VIRTUAL = {"1f1b": 1, "interleaved-1f1b": 2, "zero-bubble": 1}
+"""Stages per rank of each pipeline schedule."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """The shares of ranks in the batches and the model. By default every rank holds the whole model.
+
+    >>> Parallel(dp_shard=2, tp=2).sizes(8)
+    {'pp': 1, 'dp_replicate': 2, 'dp_shard': 2, 'tp': 2}
+    """
+
+    dp_replicate: Count | None = None
+    """Number of replicas of the model, each with its share of the batch; by default as many as the ranks allow."""
+    dp_shard: Count = 1
+    """Number of ranks that share the parameters, gradients and optimizer states of a replica, block by block (FSDP2)."""
+    tp: Count = 1
+    """Number of ranks that share each matrix product (tensor parallelism)."""
+    pp: Count = 1
+    """Number of ranks that share the blocks, as a pipeline; the micro-batches of a step pass through it."""
+    schedule: Literal["1f1b", "interleaved-1f1b", "zero-bubble"] = "1f1b"
+    """Order of the passes in a pipeline; interleaved-1f1b gives each rank two stages."""
+    sequence_parallel: bool = True
+    """With tp: shard the residual stream and the norms along the sequence between matrix products."""
+    loss_parallel: bool = True
+    """With tp: compute the loss on logits that stay sharded over the vocabulary."""
+    gather: Literal["weights", "codes"] = "weights"
+    """With dp_shard: gather weights, or in fewer bytes the codes or samples that each rank makes of its shard once per step."""
+    reduce: Literal["fp32", "bf16", "bf16-sr"] = "fp32"
+    """With dp_shard: exchange gradients in float32, or in bfloat16 rounded to nearest or stochastically; sums are float32."""
+    checkpointing: Literal["none", "full", "selective"] = "none"
+    """Activations to recompute in backward: none, those of whole blocks, or all but the results of matrix products."""
+
+    def __post_init__(self) -> None:
+        check("parallel", self)
+        if self.dp_shard == 1 and (self.gather, self.reduce) != ("weights", "fp32"):
+            raise UserError(
+                f"parallel.gather={self.gather!r} and parallel.reduce={self.reduce!r} are exchanges of FSDP2: set "
+                "parallel.dp_shard as well."
+            )
+        if self.pp == 1 and self.schedule != "1f1b":
+            raise UserError(f"parallel.schedule={self.schedule!r} is the order of a pipeline: set parallel.pp as well.")
+
+    @property
+    def stages(self) -> int:
+        """The number of pipeline stages, over all ranks."""
+        return self.pp * VIRTUAL[self.schedule] if self.pp > 1 else 1
+
+    @property
+    def cuts(self) -> bool:
+        """True if ranks hold parts of the model."""
+        return self.dp_shard * self.tp * self.pp > 1
+
+    def sizes(self, world: int) -> dict[str, int]:
+        """Return the size of each dimension of the mesh of `world` ranks, outermost first; raise unless they multiply to it."""
+        own = {"pp": self.pp, "dp_shard": self.dp_shard, "tp": self.tp}
+        rest = math.prod(own.values())
+        replicas = max(world // rest, 1) if self.dp_replicate is None else self.dp_replicate
+        sizes = {"pp": self.pp, "dp_replicate": replicas, "dp_shard": self.dp_shard, "tp": self.tp}
+        if math.prod(sizes.values()) != world:
+            given = own if self.dp_replicate is None else sizes
+            said = " x ".join(f"parallel.{name}={size}" for name, size in given.items() if size > 1 or name == "dp_replicate")
+            least = f"a multiple of {rest}" if self.dp_replicate is None else str(math.prod(sizes.values()))
+            raise UserError(
+                f"{said} needs {least} ranks, and there {'is' if world == 1 else 'are'} {world}: start as many by "
+                "torchrun or by dither train --nproc, or change [parallel]."
+            )
+        return sizes
 
 
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
@@ -174,29 +443,29 @@ TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 class RunSettings:
     """The length and the folder of the run, and the intervals of its outputs. An interval of 0 means never."""
 
-    steps: int = 500
+    steps: Annotated[int, AtLeast(1, bits=31)] = 500
     """Number of optimizer steps."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the initial weights, stochastic rounding and sampling."""
-    eval_every: int = 100
+    eval_every: Interval = 100
     """Steps between evaluations on held-out text."""
-    sample_every: int = 100
+    sample_every: Interval = 100
     """Steps between generated samples of text."""
-    log_every: int = 10
+    log_every: Count = 10
     """Steps between lines of metrics."""
-    save_every: int = 100
+    save_every: Interval = 100
     """Steps between checkpoints; the last step is always saved."""
-    keep_last: int = 3
+    keep_last: Count = 3
     """Number of most recent checkpoints to keep."""
-    keep_every: int = 0
+    keep_every: Interval = 0
     """Also keep the checkpoints of multiples of this step; 0 means none."""
-    eval_sequences: int = 64
+    eval_sequences: Annotated[int, AtLeast(0)] = 64
     """Held-out sequences per evaluation, evenly spaced over the text; 0 means all."""
     sample_prompt: str | None = None
     """Prompt of the samples; by default the first words of a held-out document. An empty prompt starts a document."""
-    sample_tokens: int = 120
+    sample_tokens: Annotated[int, AtLeast(0)] = 120
     """Tokens per sample."""
-    track: tuple[str, ...] = ()
+    track: tuple[Annotated[str, OneOf(TRACKERS)], ...] = ()
     """Also send metrics to tensorboard, wandb, trackio or mlflow, if installed."""
     profile: tuple[int, ...] = ()
     """First and last step of a window that torch.profiler traces into the folder, such as [20, 22]."""
@@ -210,21 +479,12 @@ class RunSettings:
     """Folder of the run."""
 
     def __post_init__(self) -> None:
-        check_types("run", self)
-        for name, least in (("steps", 1), ("log_every", 1), ("keep_last", 1)):
-            check_at_least(f"run.{name}", getattr(self, name), least)
-        for name in ("eval_every", "sample_every", "save_every", "keep_every", "eval_sequences", "sample_tokens"):
-            check_at_least(f"run.{name}", getattr(self, name), 0)
-        for tracker in self.track:
-            check_choice("run.track", tracker, TRACKERS)
+        check("run", self)
         if self.profile and not (len(self.profile) == 2 and 1 <= self.profile[0] <= self.profile[1] <= self.steps):
             raise UserError(
                 f"run.profile is the first and the last step of a window from 1 to run.steps={self.steps}, as in [20, 22], not "
                 f"{list(self.profile)!r:.80}."
             )
-        if self.steps >= 1 << 31:
-            raise UserError(f"run.steps is below 2^31, the limit of the random streams, not {self.steps!r:.40}.")
-        check_seed("run.seed", self.seed)
         if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):
             raise UserError(f"run.device is auto, cpu, cuda, or cuda:N such as cuda:1, not {self.device!r}.")
         if not self.out or "\0" in self.out:
@@ -255,7 +515,7 @@ class Config:
     """The precision of each layer, chosen during training."""
     guard: Policy = field(default_factory=Policy)
     """The reaction to NaN, Inf and loss spikes."""
-    monitor: Monitor = field(default_factory=Monitor)
+    monitor: MonitorSettings = field(default_factory=MonitorSettings)
     """Statistics of casts, gradients and updates during training."""
     parallel: Parallel = field(default_factory=Parallel)
     """The shares of ranks in the batches and the model."""
@@ -263,7 +523,7 @@ class Config:
     """The length and the folder of the run, and the intervals of its outputs."""
 
     def __post_init__(self) -> None:
-        check_types("config", self)
+        check("config", self)
         if self.snip.target is not None and self.snip.start + self.snip.delay >= self.run.steps:
             raise UserError(
                 f"snip.start={self.snip.start} and snip.delay={self.snip.delay} put the first plan after the last of "
@@ -271,7 +531,7 @@ class Config:
             )
         begins = self.precision.beginnings(self.run.steps)
         if self.snip.target is not None:
-            check_snip(self.precision, begins, self.run.steps, self.snip.start, self.snip.delay)
+            _check_snip(self.precision, begins, self.run.steps, self.snip.start, self.snip.delay)
             if self.precision.output is not None:
                 raise UserError(
                     f"precision.output={self.precision.output!r} does not go with snip.target, since SNIP chooses the "
@@ -339,12 +599,6 @@ def schedule(config: Config, step: int) -> float:
     return optim.min_lr + (optim.lr - optim.min_lr) * share
 
 
-# Reading and writing --------------------------------------------------------------------------------------------------
-
-SAMPLING_KEY = "precision.sampling"
-"""An optional section, which `Sampling` reads and writes itself."""
-
-
 def load(path: str | Path) -> Config:
     """Read a config from a TOML file. A UserError names the file and the key that is wrong."""
     try:
@@ -366,129 +620,9 @@ def loads(text: str, name: str = "") -> Config:
     dither.errors.UserError: [optim] has no key 'learning_rate': it has optimizer, lr, min_lr, ...
     """
     try:
-        return _config(parse(text))
+        return from_table(Config, parse(text))
     except UserError as error:
         raise UserError(f"In the config {name!r}: {error}" if name else str(error)) from None
-
-
-def _config(data: dict[str, Any]) -> Config:
-    sections = hints(Config)
-    _known("", data, sections)
-    return Config(**{name: _section(name, sections[name], value) for name, value in data.items()})
-
-
-def _section(path: str, cls: type, value: object) -> Any:
-    if not isinstance(value, dict):
-        raise UserError(f"[{path}] is a section, not {value!r:.80}.")
-    known = hints(cls)
-    _known(path, value, known)
-    given: dict[str, Any] = {}
-    for name, each in value.items():
-        if f"{path}.{name}" == SAMPLING_KEY:
-            given[name] = _sampling(each)
-        else:  # TOML has lists for tuples, and 1 may stand for 1.0
-            given[name] = _converted(each, known[name])
-    return cls(**given)
-
-
-def _sampling(value: object) -> Sampling:
-    if not isinstance(value, dict):
-        raise UserError(f"[{SAMPLING_KEY}] is a section, not {value!r:.80}.")
-    _known(SAMPLING_KEY, value, hints(Sampling))
-    try:
-        return Sampling.from_dict(value)
-    except (UserError, TypeError) as error:  # TypeError: a list in place of a name
-        raise UserError(f"In [{SAMPLING_KEY}]: {error}") from None
-
-
-def _converted(value: object, hint: Any) -> object:
-    if isinstance(value, list) and typing.get_origin(hint) is tuple:
-        of = typing.get_args(hint)
-        kinds = of if of[-1] is not Ellipsis and len(of) == len(value) else of[:1] * len(value)
-        return tuple(map(_converted, value, kinds))
-    kinds = typing.get_args(hint)
-    wants_float = hint is float or (float in kinds and int not in kinds)
-    return float(value) if wants_float and type(value) is int and abs(value) < 1 << 1023 else value
-
-
-def _list_of_one(path: str, value: Any) -> Any:
-    """Return [value] if the field is a list and the value is a single number or text, else the value."""
-    section, _, name = path.partition(".")
-    hint = hints(hints(Config)[section]).get(name) if section in hints(Config) else None
-    return [value] if typing.get_origin(hint) is tuple and not isinstance(value, list | dict) else value
-
-
-def _known(path: str, given: dict[str, Any], known: Iterable[str]) -> None:
-    for key in given:
-        if key not in known:
-            what = f"[{path}] has no key" if path else "A config has no section"
-            raise UserError(f"{what} {key!r:.80}{did_you_mean(key, known)}: it has {', '.join(known)}.")
-
-
-def dumps(config: Config, *, comments: bool = False) -> str:
-    """Return TOML from which `loads` makes an equal config; with `comments`, each field has its sentence above it.
-
-    >>> loads(dumps(Config(data=Data(sources=("a.txt", "b.txt"))))).data.sources
-    ('a.txt', 'b.txt')
-    >>> dumps(Config()).splitlines()[:3]
-    ['[data]', 'sources = []', 'kind = "text"']
-    """
-    sections = [
-        f"[{section}]\n" + "".join(_lines(cls, getattr(config, section), comments)) for section, cls in hints(Config).items()
-    ]
-    if (sampling := config.precision.sampling) is not None:
-        lines = _lines(Sampling, types.SimpleNamespace(**sampling.to_dict()), comments)
-        sections.append(f"[{SAMPLING_KEY}]\n" + "".join(lines))
-    return "\n".join(section for section in sections if section.count("\n") > 1)
-
-
-def _lines(cls: type, values: Any, comments: bool) -> Iterator[str]:
-    for name, sentence in sentences(cls).items():
-        value = getattr(values, name)
-        if value is None or isinstance(value, Sampling):
-            continue
-        if comments:
-            yield "".join(f"# {line}\n" for line in textwrap.wrap(sentence, 118))
-        yield f"{name} = {toml(value)}\n"
-
-
-def override(config: Config, settings: Iterable[str]) -> Config:
-    """Return the config with some fields changed, each given as `section.field=value`.
-
-    Values are TOML; a single word needs no quotes, and a list field accepts a single value.
-
-    >>> config = override(Config(), ["optim.lr=3e-4", "precision.recipe=fp8-block", "run.track=tensorboard"])
-    >>> config.optim.lr, config.run.track
-    (0.0003, ('tensorboard',))
-    """
-    data, settings = parse(dumps(config)), list(settings)
-    for setting in settings:
-        path, equals, text = setting.partition("=")
-        keys = path.strip().split(".")
-        if not equals or len(keys) < 2 or not all(keys):
-            raise UserError(f"A setting is written section.field=value, as in optim.lr=3e-4, not {setting!r:.80}.")
-        at = data
-        for key in keys[:-1]:
-            at = at.setdefault(key, {})
-            if not isinstance(at, dict):
-                raise UserError(f"In the setting {setting!r:.80}, {key!r} is not a section: it has no fields.")
-        at[keys[-1]] = _list_of_one(path.strip(), parse_value(setting, text.strip()))
-    try:
-        return _config(data)
-    except UserError as error:
-        raise UserError(f"After the settings {', '.join(settings)!r:.200}: {error}") from None
-
-
-# Documentation ---------------------------------------------------------------------------------------------------------
-
-
-class Field(NamedTuple):
-    """A field of a config, as the documentation and the command line show it."""
-
-    path: str
-    type: str
-    default: Any
-    sentence: str
 
 
 def describe() -> list[Field]:
@@ -497,19 +631,4 @@ def describe() -> list[Field]:
     >>> next(each for each in describe() if each.path == "data.sequence")
     Field(path='data.sequence', type='int', default=128, sentence='Tokens per sequence.')
     """
-    sections = {**hints(Config), SAMPLING_KEY: Sampling}
-    found = []
-    for path, cls in sections.items():
-        of_class = sentences(cls)
-        for each in fields(cls):
-            if f"{path}.{each.name}" != SAMPLING_KEY:
-                default = None if each.default is MISSING else each.default
-                found.append(Field(f"{path}.{each.name}", type_name(hints(cls)[each.name]), default, of_class[each.name]))
-    return found
-
-
-_RENAMED = {"Run": "RunSettings"}
-
-
-def __getattr__(name: str) -> object:
-    return globals()[renamed(__name__, _RENAMED, name)]
+    return fields_of(Config)

@@ -16,64 +16,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from dither.errors import UserError
-
-
-@dataclass(frozen=True, kw_only=True)
-class Policy:
-    """The reaction to NaN, Inf and loss spikes.
-
-    >>> Policy(nonfinite="skip").most_skips
-    10
-    """
-
-    nonfinite: Literal["stop", "skip"] = "stop"
-    """For a loss or gradient norm of NaN or Inf, before any weight changes: stop the run, or skip the step."""
-    most_skips: int = 10
-    """Most steps in a row that may be skipped for NaN or Inf before the run stops."""
-    skip_share: float = 0.1
-    """Largest fraction of skip_window steps that may be skipped for NaN or Inf; 1 never stops a run."""
-    overflow_share: float = 0.1
-    """Largest fraction of skip_window steps in which scaled gradients may overflow; 1 never stops a run."""
-    skip_window: int = 100
-    """Number of last steps to which skip_share and overflow_share apply."""
-    spike: Literal["ignore", "warn", "rollback"] = "warn"
-    """For a loss spike: ignore it, warn, or roll back to the last good checkpoint."""
-    spike_factor: float = 2.0
-    """A loss is an outlier if it is above this many times the median of the preceding window."""
-    spike_window: int = 100
-    """Number of steps in the window."""
-    spike_count: int = 5
-    """Number of outliers in a window that make a spike."""
-    most_rollbacks: int = 3
-    """Most rollbacks before the run stops."""
-    compare_every: int = 100
-    """Steps between comparisons of the weights and optimizer states of all ranks, bit for bit; 0 means before saves only."""
-    recompute_every: int = 0
-    """Steps between recomputations of a micro-batch, whose bits must agree: a check of the hardware; 0 means never."""
-    lock: bool = True
-    """Lock the run folder, so that only one process writes to it; false is for file systems without locks."""
-
-    def __post_init__(self) -> None:
-        for name, choices in (("nonfinite", ("stop", "skip")), ("spike", ("ignore", "warn", "rollback"))):
-            if (given := getattr(self, name)) not in choices:
-                raise UserError(f"guard.{name} is one of {', '.join(map(repr, choices))}, not {given!r}.")
-        least_values = {"most_skips": 0, "skip_window": 1, "spike_window": 2, "spike_count": 1, "most_rollbacks": 0}
-        least_values |= {"compare_every": 0, "recompute_every": 0}
-        for name, least in least_values.items():
-            if type(given := getattr(self, name)) is not int or not least <= given < 1 << 31:
-                raise UserError(f"guard.{name} is an integer of at least {least} and below 2^31, not {given!r:.40}.")
-        if type(self.spike_factor) not in (int, float) or not 1 < self.spike_factor < math.inf:
-            raise UserError(f"guard.spike_factor is a number above 1, not {self.spike_factor!r}.")
-        if type(self.lock) is not bool:
-            raise UserError(f"guard.lock is true or false, not {self.lock!r:.40}.")
-        for name in ("skip_share", "overflow_share"):
-            if type(share := getattr(self, name)) not in (int, float) or not 0 <= share <= 1:
-                raise UserError(f"guard.{name} is a number from 0 to 1, not {share!r:.40}.")
-        if self.spike_count > self.spike_window:
-            raise UserError(
-                f"guard.spike_count={self.spike_count} outliers do not fit into guard.spike_window={self.spike_window} steps: "
-                "increase the window, or reduce the count."
-            )
+from dither.train.config import Policy
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,8 @@ from dither.errors import DitherError, UserError
 from dither.train import agreement, trackers
 from dither.train.config import Config, dumps
 from dither.train.files import BITWIDTHS, CHECKPOINTS
-from dither.train.goals import check_chat, check_layout, check_snip
 from dither.train.guard import GRACE, Interrupted, Signals
-from dither.train.layout import RankLayout
+from dither.train.layout import RankLayout, check_chat, check_layout, check_snip
 from dither.train.ranks import LostRankError, Ranks, joined
 from dither.train.records import DrawLayers, Metrics, Progress, Records
 from dither.train.resume import resolved

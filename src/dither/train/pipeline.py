@@ -19,9 +19,8 @@ from dither.models.presets import skeleton
 from dither.nn.layers import Absent
 from dither.nn.step import StepContext
 from dither.optim import Training
-from dither.train.config import Config
+from dither.train.config import VIRTUAL, Config
 from dither.train.layout import RankLayout
-from dither.train.parallel_settings import VIRTUAL
 
 
 def check_pipeline(model: CausalLM) -> None:

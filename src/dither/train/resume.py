@@ -5,14 +5,14 @@ import os
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 from dither import files
 from dither.data import is_prepared
 from dither.data.tokenizer import TOKENIZER
 from dither.errors import UserError
-from dither.spec.fields import hints
+from dither.settings import differences
 from dither.spec.recipes import recipe_name
 from dither.train.config import Config
 
@@ -71,13 +71,11 @@ def fixed_changes(saved: Config, now: Config, done: int) -> list[str]:
     free = {"run.seed": False, "data.tokenizer": prepared} | dict.fromkeys(FREE, True) | dict.fromkeys(RATES, True)
     free |= dict.fromkeys(PLANS, entries[0] == entries[1])
     free["precision.mode"] = {saved.precision.mode, now.precision.mode} in SAME_NUMBERS
-    found = []
-    for section in hints(Config):
-        old, new = getattr(saved, section), getattr(now, section)
-        for each in fields(old):
-            path, pair = f"{section}.{each.name}", (getattr(old, each.name), getattr(new, each.name))
-            if pair[0] != pair[1] and not free.get(path, free.get(section, False)):
-                found.append(f"{path} from {pair[0]!s} to {pair[1]!s}")
+    found = [
+        f"{path} from {old!s} to {new!s}"
+        for path, (old, new) in differences(saved, now).items()
+        if not free.get(path, free.get(path.partition(".")[0], False))
+    ]
     if entries[0] != entries[1] and not any(change.startswith(PLANS) for change in found):
         # Shares of another number of steps.
         found.append(f"the steps of precision.schedule from {_said(entries[0])} to {_said(entries[1])}")
@@ -91,14 +89,8 @@ def changes_of(saved: Config, now: Config) -> dict[str, list[str]]:
     >>> changes_of(Config(), Config(optim=Optim(lr=1e-4)))
     {'optim.lr': ['0.003', '0.0001']}
     """
-    saved, now = resolved(saved), resolved(now)
-    return {
-        f"{section}.{each.name}": [str(old), str(new)]
-        for section in hints(Config)
-        for each in fields(getattr(saved, section))
-        if (section, each.name) != ("run", "out")
-        and (old := getattr(getattr(saved, section), each.name)) != (new := getattr(getattr(now, section), each.name))
-    }
+    changed = differences(resolved(saved), resolved(now))
+    return {path: [str(old), str(new)] for path, (old, new) in changed.items() if path != "run.out"}
 
 
 def record_changes(path: Path, step: int, changes: Mapping[str, Sequence[str]]) -> None:

@@ -24,7 +24,7 @@ from dither.models.open import check_same_base, load_weights, origin_of
 from dither.models.presets import blank, draw_parts
 from dither.nn import Conversion, Linear, bitwidth_loss, convert, effective_precision, param_groups, step_context
 from dither.nn.bitwidths import block_bitwidths
-from dither.numerics import Monitor, Report
+from dither.numerics import Monitor, NumericsReport
 from dither.ops.ranks import gather
 from dither.optim import Training, roles, training
 from dither.optim.roles import Role
@@ -202,7 +202,7 @@ class Trainer:
         estimates = functools.partial(_for_estimates, self, batch, (snip and snip.effort.tokens) or 0)
         return self.plans.before_step(self.done, estimates, functools.partial(warm_up, self, batch))
 
-    def look(self, batch: Batch) -> Report | None:
+    def look(self, batch: Batch) -> NumericsReport | None:
         """Measure the numerics of the model after a step, in an extra pass over part of its batch that changes nothing.
 
         With loss scaling the pass computes in float32: FP16 gradients no longer show what underflowed.
@@ -467,6 +467,7 @@ def _make_snip(trainer: Trainer, planned: PlanSchedule, say: Callable[[str], Non
         adds_gradients=cut,
         step_tokens=trainer.config.data.batch * trainer.config.data.sequence,
         steps=steps_for_snip(planned, snip.start, trainer.config.run.steps),
+        products=trainer.training.backward_context,
     )
     made = Snip(
         trainer.conversion,
