@@ -52,7 +52,9 @@ def entries(module: str) -> str:
 def public_names(path: Path) -> list[str]:
     """Return the public functions and classes of a file, and the names that it re-exports, without modules."""
     names = []
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    lazy = [node for block in body if isinstance(block, ast.If) for node in block.body]  # under `if TYPE_CHECKING`
+    for node in (*body, *lazy):
         if isinstance(node, ast.ImportFrom) and node.module:
             folder = ROOT / "src" / Path(*node.module.split("."))
             modules = {path.stem for path in folder.glob("*")} if folder.is_dir() else set()

@@ -18,7 +18,6 @@ import dither
 from dither import Stream
 from dither.errors import UserError
 from dither.ops.reference import adamw, state_maps
-from dither.ops.reference.adamw import Piece
 from dither.optim import AdamMini, AdamW, Role
 from dither.spec.optimizer import BITS, BLOCKS, MAPS, ODD_FACTOR, WHOLE, Update
 
@@ -412,9 +411,7 @@ def test_a_block_of_subnormal_numbers_comes_back() -> None:
     """Its scale stops at 2^-126, in both directions: the values then fill less of the map, and lose no factor."""
     update = Update("nearest", "dynamic8", block=16)
     value = torch.linspace(-1, 1, 32).reshape(1, 32) * 2.0**-130
-    m, scale = adamw.zero_state((1, 32), update, True, torch.device("cpu"))
-    piece = Piece(torch.zeros(1, 32), m, m, scale, scale, None, 0, 0, (0, 0), 0)
-    adamw._store(piece, m, scale, value, torch.zeros((), dtype=torch.int64), update, 1)
+    m, scale = adamw.store_state(value, update, True)
     assert scale.tolist() == [[2.0**-126] * 2]
     # Values up to 2^-4 of the scale lie in the decade whose 32 parts are 0.09 / 32 wide.
     assert bool(((adamw.load_state(m, scale, update, True) - value).abs() <= 2.0**-126 * 0.09 / 32 / 2 * 1.01).all())

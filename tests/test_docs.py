@@ -34,7 +34,8 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 
 def commands(page: Path) -> list[str]:
     """Return the lines of a page's blocks that run `dither`."""
-    lines = [line.strip() for language, text in blocks(page) if language in ("", "sh") for line in text.replace("\\\n", " ").splitlines()]
+    texts = [text.replace("\\\n", " ") for language, text in blocks(page) if language in ("", "sh")]
+    lines = [line.strip() for text in texts for line in text.splitlines()]
     lines = [line.removeprefix(".venv/bin/") for line in lines]
     return [line for line in lines if re.match(r"dither [a-z]", line)]
 

@@ -13,7 +13,7 @@ import dither
 ROOT = Path(dither.__file__).parent
 
 COLUMN = (
-    *("errors", "lazy", "files", "run_lock", "versions", "console", "signatures"),
+    *("errors", "lazy", "files", "run_lock", "versions", "console"),
     *("spec", "settings", "ops", "nn", "optim", "snip", "numerics", "data", "checkpoint", "models", "parallel"),
     *("evaluate", "train", "report", "exporting", "tools", "integrations", "commands", "cli", "__main__", "dither"),
 )

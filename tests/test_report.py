@@ -414,7 +414,7 @@ def test_figures_without_matplotlib_are_one_sentence(tmp_path, capsys, monkeypat
     run = make(tmp_path / "run")
     assert cli.main(["report", str(run), "--svg", str(tmp_path / "svg")]) == 2
     said = "Figures are drawn with matplotlib, which is not installed: pip install 'dither[figures]'."
-    assert error_line(capsys.readouterr().err).endswith(said)
+    assert error_line(capsys.readouterr().err) == f"dither: error: {said}\n"
     assert not (tmp_path / "svg").exists()
     assert cli.main(["report", str(run)]) == 0
 

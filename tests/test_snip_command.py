@@ -67,7 +67,10 @@ def lines(out, kind):
 def plan(*arguments):
     given = [*map(str, arguments)]
     takes_options = given[0] not in ("show", "diff") and "--options" not in given
-    return cli.main(["plan", *given, *(["--options", LEVELS] if takes_options else [])])
+    try:
+        return cli.main(["plan", *given, *(["--options", LEVELS] if takes_options else [])])
+    except SystemExit as stopped:  # the parser refuses an argument
+        return stopped.code
 
 
 # The trainer -----------------------------------------------------------------------------------------------------------
@@ -198,7 +201,7 @@ def test_a_config_with_snip_is_read_as_it_was_written(text, tmp_path):
 
 def test_a_plan_for_a_run(run, tmp_path, capsys):
     out, scores = tmp_path / "plan.json", tmp_path / "scores.json"
-    assert plan(run, "--target", "0.3", "--probe", "direct", "--pin", "*.down_proj=bf16", "-o", out, "--scores", scores) == 0
+    assert plan(run, "--target", "0.3", "--probe", "direct", "--pinned", "*.down_proj=bf16", "-o", out, "--scores", scores) == 0
     chosen, found = Plan.load(out), Scores.from_json(scores.read_text())
     assert (chosen.provenance["step"], chosen.provenance["probe"], chosen.provenance["target"]) == (STEPS, "direct", 0.3)
     assert chosen.provenance["efficiency"] >= 0.3
@@ -213,7 +216,7 @@ def test_the_same_checkpoint_gives_the_same_plan_and_stays_as_it_is(run, tmp_pat
     before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))
     for name in "ab":
         point = run / "checkpoints" / "step-00000004"
-        assert plan(point, "--target", "0.5", "--probe", "last", "--stages", "1,1", "-o", tmp_path / name) == 0
+        assert plan(point, "--target", "0.5", "--probe", "last", "--stages", "1", "1", "-o", tmp_path / name) == 0
     assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text()
     assert Plan.load(tmp_path / "a").provenance["stages"] == "1,1"
     assert Plan.load(tmp_path / "a").provenance["step"] == 4
@@ -275,7 +278,7 @@ def test_diff(run, tmp_path, capsys):
 
 
 def test_frontier(run, capsys):
-    assert plan("frontier", run, "--probe", "direct", "--targets", "3", "--stages", "1,1") == 0
+    assert plan("frontier", run, "--probe", "direct", "--targets", "3", "--stages", "1", "1") == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
     assert [row[0] for row in rows] == ["0.000", "0.500", "1.000"]
     assert float(rows[0][2]) < float(rows[1][2]) < float(rows[2][2])
@@ -287,9 +290,12 @@ def test_frontier(run, capsys):
         (["nowhere"], "'nowhere' is neither a run"),
         (["RUN", "--target", "1.5"], "snip.target is a number of at least 0 and at most 1, not 1.5"),
         (["RUN", "--options", "fp8,fp5"], "There is no level 'fp5'"),
-        (["RUN", "--stages", "6,6,6,4", "--probe", "direct"], "The stages 6,6,6,4 hold 22 blocks, and the model has 2"),
-        (["RUN", "--stages", "six"], "--stages is the number of blocks per pipeline stage"),
-        (["RUN", "--pin", "down"], "A pinned layer is written pattern=option"),
+        (
+            ["RUN", "--stages", "6", "6", "6", "4", "--probe", "direct"],
+            "The stages 6,6,6,4 hold 22 blocks, and the model has 2",
+        ),
+        (["RUN", "--stages", "six"], "Error parsing --stages: Could not find valid parse for arguments: ['six']"),
+        (["RUN", "--pinned", "down"], "A pinned layer is written pattern=option"),
         (["RUN", "--batches", "0"], "--batches is a number of micro-batches"),
         (["RUN", "--power", "0.5"], "snip.power is a number of at least 1, not 0.5"),
         (["RUN", "--device", "tpu"], "run.device is"),

@@ -1,17 +1,22 @@
-"""The entry point of the command line. It imports a command's module when that command runs: `dither --help` needs no torch."""
+"""The entry point of the command line: `dither COMMAND ...`.
 
+Modules of commands import no torch until a command runs, so help and mistakes are shown at once.
+"""
+
+import difflib
 import functools
 import importlib
-import io
+import inspect
 import os
 import re
 import sys
+import typing
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from dataclasses import is_dataclass
 from typing import Any, NamedTuple, TextIO
 
 from dither.errors import DitherError, UserError
-from dither.signatures import options_of, unknown_options
+from dither.spec.checks import did_you_mean
 from dither.versions import version
 
 DESCRIPTION = "Train language models in few bits, compare precisions, evaluate, report, and choose each layer's precision."
@@ -22,10 +27,8 @@ class Command(NamedTuple):
 
     module: str
     function: str
-    summary: str
-    """The first line of the function's docstring, without its period."""
     long: bool = False
-    """True if it may take longer than its imports do: it says at once that it has begun, also where its output is piped."""
+    """True if it may take longer than importing PyTorch: it says at once that it has begun, also where its output is piped."""
     light: bool = False
     """True if it imports no PyTorch, which takes seconds."""
 
@@ -34,58 +37,41 @@ class Command(NamedTuple):
         function: Callable[..., int] = getattr(importlib.import_module(f"dither.commands.{self.module}"), self.function)
         return function
 
+    @property
+    def summary(self) -> str:
+        """The first line of the help, without its period."""
+        return (inspect.getdoc(self.load()) or "").partition("\n")[0].removesuffix(".")
+
 
 COMMANDS = {
-    "train": Command("train", "train", "Train a language model, or resume a run", long=True),
-    "compare": Command("compare", "compare", "Train in several precisions and rank them by held-out loss", long=True),
-    "ladder": Command("ladder", "ladder", "Train a ladder of models in several precisions and fit scaling laws", long=True),
-    "eval": Command("evaluate", "evaluate", "Evaluate a model on held-out text and on tasks, also with other casts", long=True),
-    "export": Command("export", "export", "Write a trained model for transformers, vLLM or llama.cpp", long=True),
-    "generate": Command("generate", "generate", "Continue a prompt with a trained model", long=True),
-    "chat": Command("generate", "chat", "Talk to a trained model, line by line", long=True),
-    "report": Command("report", "report", "Write a page about one run or several", light=True),
-    "watch": Command("watch", "watch", "Follow a run while it trains, in a browser or in the terminal", light=True),
-    "runs": Command("runs", "runs", "Show all runs under a folder as a table", light=True),
-    "data prepare": Command("data", "prepare", "Tokenize text into a new folder, which `dither train --data` reads", long=True),
-    "data show": Command("data", "show", "Show the contents of a prepared folder"),
-    "plan": Command("plan", "plan", "Choose the precision of each layer of a run, and show the plan", long=True),
-    "plan show": Command("plan", "show", "Show a plan as a table of blocks and layers"),
-    "plan diff": Command("plan", "diff", "Show the differences between two plans"),
-    "plan auto": Command("plan", "auto", "Choose FP8 or BF16 for each layer of a model by measured time", long=True),
-    "plan frontier": Command("plan", "frontier", "Show the cost of every target, from one estimate", long=True),
-    "inspect": Command("inspect", "inspect", "Show the weights of a saved model, layer by layer", long=True),
-    "bisect": Command("bisect", "bisect", "Run two precisions in lockstep and name the first layer that differs", long=True),
-    "memory": Command("memory", "memory", "Show the memory that a training step needs, and recommend a precision"),
-    "advise": Command(
-        "advise", "advise", "Rank precisions and layouts for a model on many GPUs, with the config to run", long=True
-    ),
-    "formats": Command("formats", "formats", "Show the number formats as a table, or one format with its values", light=True),
-    "doctor": Command(
-        "doctor", "doctor", "Examine this machine, and test that kernels and devices agree bit for bit", long=True
-    ),
+    "train": Command("train", "train", long=True),
+    "compare": Command("compare", "compare", long=True),
+    "ladder": Command("ladder", "ladder", long=True),
+    "eval": Command("evaluate", "evaluate", long=True),
+    "export": Command("export", "export", long=True),
+    "generate": Command("generate", "generate", long=True),
+    "chat": Command("generate", "chat", long=True),
+    "report": Command("report", "report", light=True),
+    "watch": Command("watch", "watch", light=True),
+    "runs": Command("runs", "runs", light=True),
+    "data prepare": Command("data", "prepare", long=True),
+    "data show": Command("data", "show"),
+    "plan": Command("plan", "plan", long=True),
+    "plan show": Command("plan", "show"),
+    "plan diff": Command("plan", "diff"),
+    "plan auto": Command("plan", "auto", long=True),
+    "plan frontier": Command("plan", "frontier", long=True),
+    "inspect": Command("inspect", "inspect", long=True),
+    "bisect": Command("bisect", "bisect", long=True),
+    "memory": Command("memory", "memory"),
+    "advise": Command("advise", "advise", long=True),
+    "formats": Command("formats", "formats", light=True),
+    "doctor": Command("doctor", "doctor", long=True),
 }
 """The commands by the words that follow `dither`. A dash may replace the space, as in `dither plan-show`."""
 
-EXAMPLES = {
-    "ladder": "reproduce/stochastic-rounding/ladder.toml",
-    "eval": "runs/latest --cast mxfp4",
-    "export": "runs/latest -o exported",
-    "generate": "runs/latest --prompt 'Once upon a time'",
-    "chat": "runs/latest",
-    "report": "runs/latest",
-    "watch": "runs/latest",
-    "data show": "text-tokens",
-    "plan": "runs/latest --target 0.5",
-    "plan show": "runs/latest/plan.json",
-    "plan diff": "first.json second.json",
-    "plan auto": "llama-1b",
-    "plan frontier": "runs/latest",
-    "inspect": "runs/latest",
-    "bisect": "--b fp8-block",
-    "memory": "llama-1b",
-    "advise": "--gpus 8 --gpu h100 --model llama-8b",
-}
-"""Arguments of the commands that need some."""
+FIRST = ("run", "optim", "data", "precision", "model")
+"""Sections whose fields are suggested first, if several sections have a field of the same name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -120,96 +106,124 @@ def _run(words: list[str]) -> int:
     if words and words[0].startswith("--tyro-"):
         return _print_completion(words)
     name, rest = _split(words)
-    subcommands = [key.removeprefix(f"{name} ") for key in _below(name)]
+    asked = rest[:1] in (["-h"], ["--help"])
+    if asked and (name not in COMMANDS or _below(name)):
+        print(_help(name), end="\n\n" if name in COMMANDS else "\n")
     if name in COMMANDS:
-        command, rest = COMMANDS[name], [_resume(word) for word in rest]
-        _check_options(name, command, rest)
-        quick = not command.long or "-h" in rest or "--help" in rest
-        silent = command.light or (quick and not sys.stderr.isatty())
-        with nullcontext() if silent else _importing(name, sys.stderr):
-            function = command.load()
-        if subcommands and rest[:1] in (["-h"], ["--help"]):
-            print(_help(name), end="\n\n")
-        return _parse(function, name, rest)()
-    if rest[:1] in (["-h"], ["--help"]):
-        print(_help(name))
+        command = COMMANDS[name]
+        call = _parse(command.load(), name, [_resume(word) for word in rest])
+        if not command.light:
+            _import_torch(name, sys.stderr, command.long)
+        return call()
+    if asked:
         sys.exit(0)
-    wrong = rest[:1] if subcommands else [name]
+    subcommands = [key.removeprefix(f"{name} ") for key in _below(name)] if name else []
+    wrong = rest[:1] if name else words[:1]
     if not wrong:
         print(_help(name), file=sys.stderr)
-        sys.exit(2)
-    from dither.spec.checks import did_you_mean
-
-    known = subcommands if name else list(dict.fromkeys(key.split()[0] for key in COMMANDS))
+        return 2
+    known = subcommands or list(dict.fromkeys(key.split()[0] for key in COMMANDS))
     title = f"dither {name}".strip()
     hint = did_you_mean(wrong[0], known)
-    print(f"dither: error: There is no command `{title} {wrong[0]:.80}`{hint}: `{title} --help` lists them.", file=sys.stderr)
-    sys.exit(2)
-
-
-def _check_options(name: str, command: Command, words: Sequence[str]) -> None:
-    """Exit with one line on stderr if arguments are missing altogether or options are unknown, before anything is imported."""
-    if "-h" in words or "--help" in words:
-        return
-    if name in EXAMPLES and not words:
-        problem = f"`dither {name}` needs arguments, as in `dither {name} {EXAMPLES[name]}`"
-    elif unknown := unknown_options(words, options_of(command.module, command.function)):
-        problem = f"Unrecognized options: {', '.join(unknown)}"
-    else:
-        return
-    print(f"dither: error: {problem}: `dither {name} --help` shows the arguments.", file=sys.stderr)
-    sys.exit(2)
+    raise UserError(f"There is no command `{title} {wrong[0]:.80}`{hint}: `{title} --help` lists them.")
 
 
 def _parse(function: Callable[..., int], name: str, words: list[str]) -> Callable[[], int]:
-    """Return the call of a command with parsed arguments; exit with one line on stderr if they cannot be parsed."""
+    """Return the call of a command with parsed arguments; raise a UserError of one line if they cannot be parsed."""
     import tyro
+    from tyro import _errors  # structured errors are not public yet: pyproject.toml has the versions that we test
 
     @functools.wraps(function)
     def deferred(*arguments: Any, **options: Any) -> Callable[[], int]:
         return functools.partial(function, *arguments, **options)
 
-    said = io.StringIO()
-    try:
-        with redirect_stderr(said):
-            call: Callable[[], int] = tyro.cli(deferred, prog=f"dither {name}", args=words)
-        return call
-    except SystemExit as stopped:
-        if stopped.code in (None, 0):
-            raise
-    print(f"dither: error: {_one_line(said.getvalue())}: `dither {name} --help` shows the arguments.", file=sys.stderr)
-    sys.exit(2)
+    def refuse(event: _errors.ParseErrorEvent) -> None:
+        problem = _unknown(words, list(_options(function))) or _problem(event)
+        raise UserError(f"{problem}: `dither {name} --help` shows the arguments.")
+
+    with _errors.on_parse_error(refuse):
+        call: Callable[[], int] = tyro.cli(deferred, prog=f"dither {name}", args=words)
+    return call
 
 
-def _one_line(box: str) -> str:
-    """Return the parser's framed message without frame and help texts, and with the first option that it suggests.
+def _problem(event: Any) -> str:
+    """Return in words why the parser refuses arguments; its events have different fields."""
 
-    >>> _one_line("╭─ Error ─╮\\n│ Unrecognized: --plt │\\n│ ── │\\n│ Perhaps you meant: │\\n│     --plot [FILE] │\\n╰───╯")
-    'Unrecognized: --plt (did you mean --plot?)'
+    def title(argument: Any) -> str:
+        return str(argument.lowered.metavar) if argument.is_positional() else "/".join(argument.lowered.name_or_flags)
+
+    match type(event).__name__:
+        case "UnrecognizedArgs":
+            return f"Unrecognized options: {', '.join(event.tokens)}"
+        case "MissingArgs":
+            return f"`{event.prog}` needs {', '.join(title(each.arg) for each in event.missing_arguments)}"
+        case "BadValue":
+            return f"`{event.prog}` needs a value for {title(event.argument)}"
+        case "InvalidChoice":
+            hint = did_you_mean(event.value, event.choices)
+            return f"{title(event.argument)} is one of {', '.join(event.choices)}, not {event.value!r:.80}{hint}"
+        case "InstantiationFailure" if event.argument is not None:
+            return f"Error parsing {title(event.argument)}: {event.message}"
+    return "These arguments cannot be parsed"
+
+
+def _options(function: Callable[..., object]) -> Iterator[str]:
+    """Yield the options of a command with their short forms; those of a dataclass among its arguments are its own."""
+    hints = typing.get_type_hints(function, include_extras=True)
+    for name, parameter in inspect.signature(function).parameters.items():
+        kind, *notes = typing.get_args(hints[name]) if hasattr(hints[name], "__metadata__") else (hints[name],)
+        if isinstance(kind, type) and is_dataclass(kind):
+            yield from _options(kind)
+        elif parameter.kind is not parameter.POSITIONAL_ONLY:
+            given = {key: value for note in notes for key, value in vars(note).items()} if notes else {}
+            yield f"--{given.get('name') or name.replace('_', '-')}"
+            yield from given.get("aliases") or ()
+
+
+def _unknown(words: Sequence[str], options: Sequence[str]) -> str:
+    """Return a sentence about the options among `words` that a command does not have, with those probably meant, or "".
+
+    >>> _unknown(["model", "--formt=x", "-o", "out", "--json"], ["--format", "--json", "-o"])
+    'Unrecognized options: --formt (did you mean --format?)'
+    >>> _unknown(["--step", "5"], ["--set", "--data"])
+    'Unrecognized options: --step (did you mean --set run.steps=5?)'
     """
-    parts: list[list[str]] = [[]]
-    for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()[1:]:
-        text = line[2:].rstrip("│╰╯ ")  # without UTF-8 the frame is made of spaces and dashes
-        if not text.strip("─-"):
-            parts.append([])
-        elif not text.startswith(" " * 8):
-            parts[-1] += text.split()
-    message, *others = [" ".join(part) for part in parts if part] or ["These arguments cannot be parsed"]
-    marker = "Perhaps you meant: "
-    meant = [part.removeprefix(marker).split()[0].rstrip(",") for part in others if part.startswith(marker)]
-    return message.removesuffix(".") + (f" (did you mean {meant[0]}?)" if meant else "")
+    known = {"--help", "-h", *options, *(f"--no-{option[2:]}" for option in options)}
+    shorts = tuple(option for option in known if len(option) == 2)
+    found = []
+    for at, word in enumerate(words[: [*words, "--"].index("--")]):
+        option, equals, value = word.partition("=")
+        if not re.match("--?[a-zA-Z]", option) or re.fullmatch("-(inf|infinity|nan)", option, re.IGNORECASE):
+            continue
+        if option.startswith(shorts) if option[1] != "-" else option.replace("_", "-") in known:
+            continue
+        after = next((after for after in words[at + 1 : at + 2] if not after.startswith("-")), "VALUE")
+        found.append(f"{option:.80}{_suggestion(option, value if equals else after, options)}")
+    return f"Unrecognized options: {', '.join(found)}" if found else ""
 
 
-@contextmanager
-def _importing(name: str, file: TextIO) -> Iterator[None]:
-    """Say that a command has begun, if PyTorch is still to be imported: that takes seconds. A terminal forgets the line."""
-    if "torch" in sys.modules:
-        yield
-        return
+def _suggestion(option: str, value: str, options: Sequence[str]) -> str:
+    """Return the option that was probably meant, in brackets, or "". `--set` takes the fields of a config."""
+    meant = {each[2:]: each for each in options if each.startswith("--")}
+    if "--set" in options:
+        from dither.train.config import describe
+
+        order = {section: rank for rank, section in enumerate(FIRST)}
+        fields = sorted(describe(), key=lambda field: order.get(field.path.partition(".")[0], len(order)))
+        for field in fields:
+            meant.setdefault(field.path.rpartition(".")[2].replace("_", "-"), f"--set {field.path}={value:.80}")
+    near = difflib.get_close_matches(option.lstrip("-").replace("_", "-"), meant, n=1)
+    return f" (did you mean {meant[near[0]]}?)" if near else ""
+
+
+def _import_torch(name: str, file: TextIO, long: bool) -> None:
+    """Import PyTorch, which takes seconds, and say so before if the command is long; a terminal forgets the line."""
     terminal = file.isatty()
+    if "torch" in sys.modules or not (long or terminal):
+        return
     print(f"dither {name}: importing PyTorch ...", end="" if terminal else "\n", file=file, flush=True)
     try:
-        yield
+        import torch  # noqa: F401
     finally:
         if terminal:
             print("\r\x1b[K", end="", file=file, flush=True)

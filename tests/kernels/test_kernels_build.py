@@ -11,7 +11,7 @@ import pytest
 
 import dither
 
-KERNELS = Path(dither.__file__).parent / "kernels"
+KERNELS = Path(dither.__file__).parent / "ops" / "triton"
 
 
 def launched(folder: Path) -> set[str]:
@@ -35,7 +35,7 @@ VARIANTS = [pytest.param(["--first"], id="first variant"), pytest.param([], id="
 def test_every_kernel_compiles_for_sm_90(options):
     # The interpreter, which the other tests use, would compile nothing.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    source = str(KERNELS.parent.parent)
+    source = str(KERNELS.parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [source, environment.get("PYTHONPATH")]))
     script = Path(__file__).parent / "compile_kernels.py"
     result = subprocess.run([sys.executable, str(script), *options], env=environment, capture_output=True, text=True)

@@ -295,6 +295,7 @@ def refused(folder: Path) -> dict[str, tuple[int, str]]:
         "stages": ["model.preset=tiny", "parallel.pp=2", "parallel.schedule=interleaved-1f1b"],
         "micro": ["model.preset=tiny", "parallel.pp=2", "data.batch=1"],
         "mode": ["parallel.dp_shard=2", "precision.mode=o2"],
+        "dtypes": ["parallel.dp_shard=2", "precision.mode=bf16-sr", "precision.sampling.parts=od"],
         "differs": [f"optim.lr=0.0{rank + 1}", "parallel.dp_shard=2"],
     }
     found = {}
@@ -327,6 +328,7 @@ def test_mistakes_are_one_sentence_of_one_rank(folder: Path) -> None:
         "stages": "has 4 stages, and the model has 2 layers",
         "micro": "needs a multiple of 2 micro-batches per step, and there is 1",
         "mode": "use the mode o1, fp32, bf16-rn, bf16-sr or bf16-kahan",
+        "dtypes": "FSDP2 shards the parameters of a block in one dtype, and 'model.layers.0' trains",
         "differs": "The ranks differ: optim.lr is 0.01 on rank 0, and 0.02 on rank 1",
     }
     for name, words in said.items():

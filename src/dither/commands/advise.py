@@ -1,18 +1,21 @@
 """`dither advise`: memory, communication, speed and cost of a training run over many GPUs, and the config to run it."""
 
+from __future__ import annotations
+
 import json as json_text
 import math
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dither.console import ProgressBars, print_table
 from dither.errors import UserError
 from dither.models import PRESETS
 from dither.settings import toml
-from dither.tools.gpus import accelerator_named
-from dither.tools.memory import GIB, Shape, llama3_of, model_shape
-from dither.tools.scaling import BATCH_TOKENS, Job, Option, Ranking, Step, rank, reasons
+
+if TYPE_CHECKING:
+    from dither.tools.memory import Shape
+    from dither.tools.scaling import Option, Ranking, Step
 
 SHOWN, OTHERS = 15, 4
 """Rows of the table of precisions, and of the table of other layouts."""
@@ -28,7 +31,7 @@ def advise(
     tokens: float | None = None,
     price: float | None = None,
     sequence: int = 8192,
-    batch_tokens: float = BATCH_TOKENS,
+    batch_tokens: float = 2**22,
     node: int = 8,
     network: float | None = None,
     toml: str | None = None,
@@ -53,6 +56,10 @@ def advise(
         toml: Write the recommended config to this file.
         json: Print JSON.
     """
+    from dither.tools.gpus import accelerator_named
+    from dither.tools.memory import llama3_of, model_shape
+    from dither.tools.scaling import Job, rank
+
     accelerator = accelerator_named(gpu)
     accelerator = accelerator if network is None else accelerator.with_network(network)
     for name, given in (("tokens", tokens), ("price", price)):
@@ -122,6 +129,8 @@ def _cost(step: Step, tokens: float, price: float) -> float:
 
 def _row(option: Option, tokens: float | None, price: float | None) -> tuple[str, ...]:
     """Return the cells of an option in the table."""
+    from dither.tools.memory import GIB
+
     step, layout, passes = option.step, option.step.layout, option.step.passes
     cells = [
         " ".join(part for part in (option.choice.mode, option.choice.recipe, option.choice.states) if part),
@@ -141,6 +150,9 @@ def _row(option: Option, tokens: float | None, price: float | None) -> tuple[str
 
 def _print(ranking: Ranking, tokens: float | None, price: float | None) -> None:
     """Print the ranking, the parts of the recommendation, and the reasons."""
+    from dither.tools.memory import GIB
+    from dither.tools.scaling import reasons
+
     job, best = ranking.job, ranking.best
     header = ["precision", "repl", "shard", "tp", "pp", "passes", "recompute", "GiB", "ktok/s", "MFU"]
     header += [] if tokens is None else ["days"]
@@ -184,6 +196,7 @@ def _sizes(shape: Shape) -> str:
 
 def _as_json(ranking: Ranking, tokens: float | None, price: float | None, text: str) -> dict[str, Any]:
     """Return everything that was found."""
+    from dither.tools.scaling import reasons
 
     def found(option: Option) -> dict[str, Any]:
         step, layout, choice = option.step, option.step.layout, option.choice

@@ -1,24 +1,24 @@
 """`dither bisect`: run two precisions in lockstep and name the first layer and step where they differ."""
 
+from __future__ import annotations
+
 import json as json_text
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from dither.console import ProgressBars, print_table
 from dither.errors import UserError
-from dither.tools import bisect as lockstep
 from dither.tools.arms import precision_or_plan
-from dither.tools.bisect import Bisection
-from dither.tools.trials import BASE
 from dither.train import config as configs
-from dither.train.ranks import joined
-from dither.train.trainer import Trainer, open_corpus
+
+if TYPE_CHECKING:
+    from dither.tools.bisect import Bisection
 
 SHOWN = 20
 """The most rows of the table of differences; JSON has them all."""
@@ -52,6 +52,11 @@ def bisect(
         free: Let B keep its own weights, so that differences accumulate as in two separate runs.
         json: Print JSON.
     """
+    from dither.tools import bisect as lockstep
+    from dither.tools.trials import BASE
+    from dither.train.ranks import joined
+    from dither.train.trainer import Trainer, open_corpus
+
     common = configs.override(BASE if base is None else configs.load(base), set)
     if not 1 <= steps <= common.run.steps:
         raise UserError(f"--steps is from 1 to run.steps={common.run.steps}, not {steps}.")

@@ -10,7 +10,6 @@ import tyro
 from dither.console import ProgressBars, megabytes
 from dither.errors import UserError
 from dither.tools.arms import NAMED, NAMES
-from dither.tools.trials import BASE, collect, is_done, plan, prepare_once, print_comparison, run_all, write_json
 from dither.train import config as configs
 from dither.train.config import SAMPLING_KEY
 
@@ -45,6 +44,8 @@ def compare(
         parallel: Number of runs that train at the same time, each in its own process.
         resume: Continue an interrupted comparison.
     """
+    from dither.tools.trials import BASE, collect, is_done, plan, prepare_once, print_comparison, run_all, write_json
+
     chosen = names or NAMES
     common = configs.override(BASE if base is None else configs.load(base), set)
     folder = Path(common.run.out) if out is None else out

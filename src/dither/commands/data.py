@@ -1,21 +1,21 @@
 """`dither data`: tokenize text, and show prepared folders."""
 
+from __future__ import annotations
+
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import numpy as np
 import tyro
 
-from dither import data as tokens
 from dither.console import ProgressBars, megabytes, print_table
-from dither.data.chat import split_conversations
-from dither.data.preparation import NothingHeldOutError, reporting
-from dither.data.splits import check_fraction, split_documents
-from dither.data.text import SEPARATOR, STDLIB, Reading, Sources
 from dither.errors import UserError
+
+if TYPE_CHECKING:
+    from dither import data as tokens
+    from dither.data.text import Reading, Sources
 
 SHOWN = 400
 """Tokens of the first document that are shown."""
@@ -30,7 +30,7 @@ def prepare(
     tokenizer: Annotated[str, tyro.conf.arg(metavar="bytes|bpe:N|FILE|FOLDER")] = "bytes",
     held_out: Annotated[str, tyro.conf.arg(metavar="SHARE|SOURCE")] = "0.05",
     field: str = "text",
-    separator: str = SEPARATOR,
+    separator: str = "<|endoftext|>",
     end_token: str | None = None,
 ) -> int:
     """Tokenize text into a new folder, which `dither train --data` reads.
@@ -48,6 +48,11 @@ def prepare(
         separator: The line between two documents of a text file; an empty one splits at empty lines.
         end_token: The name of the token after each document, if a tokenizer.json has an unusual one.
     """
+    from dither import data as tokens
+    from dither.data.preparation import NothingHeldOutError, reporting
+    from dither.data.splits import check_fraction
+    from dither.data.text import SEPARATOR, STDLIB, Reading
+
     chosen: Sources = sources or STDLIB
     folder = out if out is not None else _default_folder(sources)
     held: float | str = check_fraction(float(held_out)) if _is_number(held_out) else held_out
@@ -78,6 +83,8 @@ def show(folder: Annotated[Path, tyro.conf.arg(metavar="FOLDER")], /, *, verify:
         folder: A folder that `dither data prepare` created.
         verify: Also read everything and compare the SHA-256 of every file; a difference is an error.
     """
+    from dither import data as tokens
+
     _print(tokens.open_tokens(folder, verify=verify))
     if verify:
         print("The SHA-256 of every file is correct.")
@@ -90,6 +97,8 @@ def _default_folder(sources: tuple[str, ...]) -> Path:
     >>> _default_folder(("texts/shakespeare.txt.xz",)), _default_folder(())
     (PosixPath('shakespeare-tokens'), PosixPath('stdlib-tokens'))
     """
+    from dither.data.text import STDLIB
+
     name = Path(re.sub(r"[^\w./-]", "-", sources[0] if sources else STDLIB)).name.split(".")[0].strip("-")
     return Path(f"{name or 'text'}-tokens")
 
@@ -100,6 +109,10 @@ def _is_number(text: str) -> bool:
 
 def _texts(kind: str, sources: Sources, held: float | str, field: str, separator: str, reading: Reading) -> Iterator[str]:
     """Yield the texts that are not held out, split as `prepare` splits them: a tokenizer does not see held-out text."""
+    from dither import data as tokens
+    from dither.data.chat import split_conversations
+    from dither.data.splits import split_documents
+
     if kind == "text":
         pairs = split_documents(sources, held, field=field, separator=separator, reading=reading)
         yield from (text for held_out, text in pairs if not held_out)
@@ -114,6 +127,8 @@ def _tokenizer(
     name: str, end_token: str | None, texts: Iterator[str], bars: ProgressBars, reading: Reading
 ) -> tokens.Tokenizer:
     """Return a tokenizer by its name, or one that is trained on texts."""
+    from dither import data as tokens
+
     if not name.startswith("bpe:"):
         return tokens.load_tokenizer(name, end_token)
     if not re.fullmatch(r"bpe:\d{1,9}", name) or end_token is not None:
@@ -132,6 +147,8 @@ def _tokenizer(
 
 
 def _print(corpus: tokens.Corpus) -> None:
+    import numpy as np
+
     rows = []
     for name, split in (("train", corpus.train), ("held out", corpus.held_out)):
         counts = split.counts

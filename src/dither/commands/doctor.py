@@ -4,11 +4,8 @@ from typing import Annotated
 
 import tyro
 
-from dither.tools.doctor import run
-from dither.tools.self_test import ELEMENTS
 
-
-def doctor(elements: int = ELEMENTS, engines: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None) -> int:
+def doctor(elements: int = 1900, engines: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None) -> int:
     """Examine this machine, and test that kernels and devices agree bit for bit.
 
     It shows versions and devices, tries matrix products, runs the self-test, and recommends precisions for models of several
@@ -19,4 +16,6 @@ def doctor(elements: int = ELEMENTS, engines: Annotated[str | None, tyro.conf.ar
         elements: Elements per cast of the self-test; the run time is proportional to it.
         engines: A file in which to record the native matrix units of the GPU that pass; precision.engines reads it.
     """
+    from dither.tools.doctor import run
+
     return run(elements, engines)

@@ -1,5 +1,7 @@
 """`dither eval`: evaluate models on held-out text and on tasks, also with other casts and against other models."""
 
+from __future__ import annotations
+
 import importlib.util
 import json as json_text
 import os
@@ -10,16 +12,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from dither.console import ProgressBars, Stage, print_table
 from dither.errors import UserError
-from dither.evaluate.estimates import Estimate
-from dither.evaluate.held_out import TaskScore
-from dither.train import evaluation
-from dither.train.evaluation import Evaluated, Score, Variant, Variants
+
+if TYPE_CHECKING:
+    from dither.evaluate.estimates import Estimate
+    from dither.evaluate.held_out import TaskScore
+    from dither.train.evaluation import Evaluated, Score, Variant
 
 
 def evaluate(
@@ -64,6 +67,9 @@ def evaluate(
     """
     if model is None:
         raise UserError(_misplaced({"data": data, "cast": cast, "plan": plan, "against": against, "tasks": tasks}))
+    from dither.train import evaluation
+    from dither.train.evaluation import Variants
+
     variants = Variants(cast, plan, against)
     if not tasks and any(given is not None for given in (task_data, limit, shots)):
         raise UserError("--task-data, --limit and --shots are for tasks: name them with --tasks.")

@@ -11,11 +11,6 @@ import tyro
 
 from dither.console import ProgressBars
 from dither.errors import UserError
-from dither.exporting.adapters import export_adapters
-from dither.exporting.folder import SLACK, ExportOptions, check_target, export_in_stages
-from dither.exporting.formats import AUTO, GGUF_NAMES, check_format
-from dither.exporting.record import require
-from dither.exporting.sources import deployment_plan, opened
 from dither.spec import Plan
 
 Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
@@ -35,7 +30,7 @@ def export(
     merge: Switch = False,
     check: Switch = False,
     max_shard_size: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "5GB",
-    slack: float = SLACK,
+    slack: float = 0.05,
     device: str = "cpu",
     json: Switch = False,
 ) -> int:
@@ -63,6 +58,12 @@ def export(
         device: auto (cuda if available), cpu, cuda, or cuda:N.
         json: Print the record as JSON.
     """
+    from dither.exporting.adapters import export_adapters
+    from dither.exporting.folder import SLACK, ExportOptions, check_target, export_in_stages
+    from dither.exporting.formats import AUTO, GGUF_NAMES, check_format
+    from dither.exporting.record import require
+    from dither.exporting.sources import deployment_plan, opened
+
     check_format(format)
     if out is None:
         raise UserError("Name the folder to write with -o, such as -o exported.")

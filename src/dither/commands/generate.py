@@ -1,18 +1,19 @@
 """`dither generate` and `dither chat`: look at what a trained model writes."""
 
+from __future__ import annotations
+
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import tyro
 
 from dither.console import ProgressBars
 from dither.errors import UserError
-from dither.exporting import sampling_text
-from dither.exporting.sampling_text import Sampler
-from dither.exporting.sources import opened
+
+if TYPE_CHECKING:
+    from dither.exporting.sampling_text import Sampler
 
 
 def generate(
@@ -48,6 +49,11 @@ def generate(
         tokenizer: A tokenizer.json, or a folder that has one; by default that of the run or of the model.
         device: auto (cuda if available), cpu, cuda, or cuda:N.
     """
+    import torch
+
+    from dither.exporting import sampling_text
+    from dither.exporting.sources import opened
+
     sampler = _sampler(tokens, temperature, top_k, top_p)
     if samples < 1:
         raise UserError(f"--samples is at least 1, not {samples}.")
@@ -94,6 +100,9 @@ def chat(
         tokenizer: A tokenizer.json, or a folder that has one; by default that of the run or of the model.
         device: auto (cuda if available), cpu, cuda, or cuda:N.
     """
+    from dither.exporting import sampling_text
+    from dither.exporting.sources import opened
+
     sampler = _sampler(tokens, temperature, top_k, top_p)
     with ExitStack() as stack:
         with ProgressBars(sys.stderr).stage(f"Reading {model}"):
@@ -111,6 +120,8 @@ def chat(
 
 
 def _sampler(tokens: int, temperature: float, top_k: int, top_p: float) -> Sampler:
+    from dither.exporting.sampling_text import Sampler
+
     if tokens < 1 or top_k < 0:
         raise UserError(f"--tokens is at least 1 and --top-k at least 0, not {tokens} and {top_k}.")
     return Sampler(tokens, temperature, top_k or None, None if top_p == 1 else top_p)

@@ -1,17 +1,18 @@
 """`dither inspect`: the weights of a saved model, layer by layer."""
 
+from __future__ import annotations
+
 import json as json_text
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from dither.console import ProgressBars, print_table
-from dither.numerics.report import UPDATE_HEADER, percent
-from dither.tools import inspect as inspection
-from dither.tools.inspect import InspectedModel
-from dither.train.evaluation import parse_cast
+
+if TYPE_CHECKING:
+    from dither.tools.inspect import InspectedModel
 
 CASTS = ("e4m3", "e2m1")
 """The casts that are tried by default."""
@@ -36,6 +37,9 @@ def inspect(
         cast: Casts to try, such as e2m1:block(32), e4m3:row or mxfp4; a format alone means blocks of 32 x 32.
         json: Print JSON.
     """
+    from dither.tools import inspect as inspection
+    from dither.train.evaluation import parse_cast
+
     casts = [parse_cast(each) for each in cast or CASTS]
     inspected = inspection.inspect(model, casts, ProgressBars(sys.stderr).stage)
     if json:
@@ -46,6 +50,8 @@ def inspect(
 
 
 def _print_model(inspected: InspectedModel) -> None:
+    from dither.numerics.report import UPDATE_HEADER, percent
+
     header = ("layer", "shape", "amax", "median", "binades", "clipped", "flushed", "subnormal", "SQNR, dB")
     for cast in inspected.layers[0].casts if inspected.layers else ():
         rows = [

@@ -1,5 +1,7 @@
 """Start several ranks of a command on this machine, by torch's elastic launcher, which torchrun uses as well."""
 
+from __future__ import annotations
+
 import logging
 import os
 import signal
@@ -8,12 +10,12 @@ import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, launch_agent
+from typing import TYPE_CHECKING
 
 from dither.errors import UserError
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 MOST = 1024
 """Most ranks on one machine."""
@@ -32,6 +34,10 @@ def launch(count: int, words: Sequence[str]) -> int:
         count: Number of ranks.
         words: The arguments of `dither`, such as ["train", "run.toml"].
     """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, launch_agent
+
     if not 1 <= count <= MOST:
         raise UserError(f"--nproc is a number of ranks from 1 to {MOST}, not {count}.")
     if "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1":

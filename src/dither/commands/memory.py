@@ -1,24 +1,26 @@
 """`dither memory`: the memory that a training step needs, and the precision to use on a GPU."""
 
+from __future__ import annotations
+
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from dither.console import print_table
-from dither.data import is_prepared, load_tokenizer, open_tokens
 from dither.errors import UserError
 from dither.spec import LayerPrecision
 from dither.spec.recipes import MEASURED, recipe_name
 from dither.spec.recipes import recipe as recipe_named
-from dither.tools.gpus import gpus_here
-from dither.tools.memory import GIB, PARTS, STORAGE, Setting, Shape, estimate, largest_batch, model_shape
-from dither.tools.recommend import Gpu, gpu_named, recommend
 from dither.train import config as configs
 from dither.train.files import CONFIG, TOKENS
+
+if TYPE_CHECKING:
+    from dither.tools.memory import Setting, Shape
+    from dither.tools.recommend import Gpu
 
 SHOWN = (
     ("o1", None, None),
@@ -76,6 +78,10 @@ def memory(
         gpu: The GPU to recommend for, such as H100-80GB; by default that of this machine.
         risk: Allowed precisions: none (the usual mixed precision), low (also FP8, stochastic rounding), high (also FP4).
     """
+    from dither.tools.gpus import gpus_here
+    from dither.tools.memory import GIB, Setting, model_shape
+    from dither.tools.recommend import gpu_named, recommend
+
     run = _run_of(model)
     shape = run.shape if run is not None else model_shape(model, params)
     if run is not None and params is not None:
@@ -113,6 +119,8 @@ class _RunShape:
 
 def _run_of(model: str | None) -> _RunShape | None:
     """Return the sizes and the precision of the run in a folder, or None if it is not one."""
+    from dither.tools.memory import Setting, model_shape
+
     if model is None or not (Path(model) / CONFIG).is_file():
         return None
     folder = Path(model)
@@ -140,6 +148,8 @@ def _run_of(model: str | None) -> _RunShape | None:
 
 def _words(config: configs.Config, folder: Path) -> int:
     """Return the vocabulary size of a run's tokenizer."""
+    from dither.data import is_prepared, load_tokenizer, open_tokens
+
     sources = config.data.sources
     prepared = sources[0] if len(sources) == 1 and is_prepared(sources[0]) else folder / TOKENS
     if is_prepared(prepared):
@@ -154,6 +164,8 @@ def _casts(precision: LayerPrecision | None) -> LayerPrecision | None:
 
 def _columns(modes: Sequence[str], recipes: Sequence[str], states: Sequence[str], own: Setting | None) -> dict[str, Setting]:
     """Return the settings to show, by the titles of their columns."""
+    from dither.tools.memory import STORAGE, Setting
+
     if not (modes or recipes or states):
         asked = [] if own is not None else list(SHOWN)
     else:
@@ -176,6 +188,8 @@ def _columns(modes: Sequence[str], recipes: Sequence[str], states: Sequence[str]
 
 def _print(shape: Shape, columns: dict[str, Setting], batch: int, sequence: int, gpu: Gpu | None) -> None:
     """Print a table of parts in GiB, with one column per setting."""
+    from dither.tools.memory import GIB, PARTS, estimate, largest_batch
+
     made = [estimate(shape, setting, batch=batch, sequence=sequence) for setting in columns.values()]
     gib = [[f"{found.parts[part] / GIB:.2f}" for found in made] for part in PARTS]
     rows = [(part.replace("_", " "), *cells) for part, cells in zip(PARTS, gib, strict=True) if set(cells) != {"0.00"}]

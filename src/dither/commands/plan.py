@@ -1,67 +1,47 @@
 """`dither plan`: choose a plan for a run, and show and compare plans."""
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
-from torch import Tensor, nn
 
-from dither.console import ProgressBars, counter, print_table
-from dither.data import Batch
+from dither.console import ProgressBars, print_table
 from dither.errors import UserError
-from dither.models import PRESETS, hf, preset
-from dither.models.open import find_model
-from dither.models.presets import skeleton
-from dither.nn import Linear
-from dither.nn.sites import Fallback
-from dither.settings import override
-from dither.snip.divergence import Scores
-from dither.snip.dry_run import Forward
-from dither.snip.effort import passes_of
-from dither.snip.fp8_auto import RECIPES, auto_plan
-from dither.snip.options import Option
-from dither.snip.options import options as combinations
-from dither.snip.planning import bits_of, choose, picture, stage_sizes
-from dither.snip.planning import build_plan as plan_of
-from dither.snip.probes import score
-from dither.snip.savings import efficiency, measure_times
+from dither.models.sizes import PRESETS, preset
 from dither.snip.settings import Estimator, Goal
-from dither.snip.solver import frontier as frontier_of
 from dither.spec import Plan, did_you_mean
-from dither.spec.random import Stream
-from dither.train import config
-from dither.train.files import CONFIG
-from dither.train.ranks import joined
-from dither.train.trainer import Trainer, open_corpus
 
-Probe = Literal["auto", "measure", "joint", "last", "direct"]
 RunPath = Annotated[str, tyro.conf.arg(metavar="RUN_OR_CHECKPOINT")]
 Output = Annotated[str | None, tyro.conf.arg(aliases=["-o"], metavar="FILE")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimates:
+    """The batches and the device of the estimates."""
+
+    batches: int = 1
+    """Number of micro-batches for the estimates."""
+    seed: int = 0
+    """Seed of the noise and of stochastic casts."""
+    device: str | None = None
+    """Device, in place of that of the run."""
+    emulate: bool = False
+    """Multiply dequantized numbers in float32 on a GPU too, in place of the setting of the run."""
+    fallback: Literal["error", "bf16", "emulate"] | None = None
+    """For a layer whose casts no matrix units support: error, bf16 or emulate, in place of the setting of the run."""
+
+
+GOAL, ESTIMATOR, ESTIMATES = Goal(target=0.75), Estimator(), Estimates()
 
 
 def plan(
     run: RunPath,
     /,
-    target: float = 0.75,
-    options: str = "fp8,fp4",
-    cost: Literal["flops", "time"] = "flops",
-    stages: str | None = None,
-    balance: Literal["slowest", "share"] = "slowest",
-    pin: tuple[str, ...] = (),
-    probe: Probe = "auto",
-    power: float = 2.0,
-    loss_weight: float = 1.0,
-    update_weight: float = 1.0,
-    rows: bool = False,
-    seed: int = 0,
-    batches: int = 1,
-    device: str | None = None,
-    emulate: bool = False,
-    fallback: Fallback | None = None,
+    goal: tyro.conf.OmitArgPrefixes[Goal] = GOAL,
+    estimator: tyro.conf.OmitArgPrefixes[Estimator] = ESTIMATOR,
+    estimates: tyro.conf.OmitArgPrefixes[Estimates] = ESTIMATES,
     times: str = "times.json",
     scores: str | None = None,
     output: Output = None,
@@ -74,43 +54,28 @@ def plan(
 
     Args:
         run: The folder of a run, or one of its checkpoints.
-        target: The fraction of the possible savings, from 0 to 1: with fp8,fp4 the fraction of FLOPs in FP4.
-        options: The levels of each operand, such as fp8,fp4 or bf16,fp8.
-        cost: What to save: FLOPs, or time as measured on this GPU.
-        stages: Blocks per pipeline stage, such as 6,6,6,4.
-        balance: With stages: bound the slowest stage, or let each stage save its share.
-        pin: Layers with a fixed option, as pattern=option, such as *.down_proj=fp8.
-        probe: The estimator: measure each option (auto), perturb all layers at once (joint), add noise at the last layer, or
-            use closed forms (direct).
-        power: The exponent of the divergences of layers in their sum: 2 fits independent errors; the paper has 1.
-        loss_weight: The weight of the loss divergence dL; 0 ignores it.
-        update_weight: The weight of the weight divergence dW, the change of the next update; 0 ignores it.
-        rows: Use the row-wise form of the loss divergence (section 6.3 of the paper).
-        seed: The seed of the noise and of stochastic casts.
-        batches: The number of micro-batches for the estimates.
-        device: The device, in place of that of the run.
-        emulate: Multiply dequantized numbers in float32 on a GPU too, in place of the setting of the run.
-        fallback: For a layer whose casts no matrix units support: error, bf16 or emulate, in place of the setting of the run.
+        goal: What the plan must reach.
+        estimator: How the harm of an option is estimated.
+        estimates: The batches and the device of the estimates.
         times: With --cost time, the file that stores the measured times.
         scores: A file for the estimates, as JSON.
         output: A file for the plan.
     """
-    estimator = Estimator(
-        options=options, probe=probe, rows=rows, power=power, loss_weight=loss_weight, update_weight=update_weight
-    )
-    goal = Goal(target=target, cost=cost, stages=_stages(stages), balance=balance, pinned=pin)
-    given, bars, measured = combinations(options), ProgressBars(sys.stderr), None
-    with _opened(run, device, emulate, fallback, bars) as opened:
-        found = opened.score(given, estimator, batches, seed)
-    said = {"probe": found.probe, "power": power, **estimator.weights, **goal.provenance}
-    if cost == "time":
+    from dither.snip.planning import build_plan, choose, picture
+    from dither.snip.savings import measure_times
+    from dither.tools.estimates import estimate_run
+
+    bars, measured = ProgressBars(sys.stderr), None
+    found, options, base, device = estimate_run(run, estimator, bars, **vars(estimates))
+    said = {"probe": found.probe, "power": estimator.power, **estimator.weights, **goal.provenance}
+    if goal.cost == "time":
         shapes = [(layer.M, layer.N, layer.K) for layer in found.statistics.layers]
         with bars.stage("Measuring the time of each option") as tick:
-            measured = measure_times(shapes, given, path=times, device=opened.job.ranks.device, tick=tick)
+            measured = measure_times(shapes, options, path=times, device=device, tick=tick)
         said["cost"] = f"time on {measured.device}"
-    harm = found.harm(loss_weight, update_weight, power)
-    solution = choose(harm, found.statistics.layers, given, goal, measured)
-    chosen = plan_of(found.layers, given, solution, opened.job.conversion.plan, step=found.step, **said)
+    harm = found.harm(estimator.loss_weight, estimator.update_weight, estimator.power)
+    solution = choose(harm, found.statistics.layers, options, goal, measured)
+    chosen = build_plan(found.layers, options, solution, base, step=found.step, **said)
     _write(output, chosen.to_json())
     _write(scores, found.to_json() + "\n")
     print(picture(chosen))
@@ -125,6 +90,8 @@ def show(path: Annotated[str, tyro.conf.arg(metavar="PLAN")], /) -> int:
     Args:
         path: The file of a plan.
     """
+    from dither.snip.planning import picture
+
     print(picture(Plan.load(path)))
     return 0
 
@@ -138,6 +105,8 @@ def diff(first: Annotated[str, tyro.conf.arg(metavar="PLAN")], second: Annotated
         first: The file of a plan.
         second: The file of another plan.
     """
+    from dither.snip.planning import bits_of
+
     one, other = Plan.load(first), Plan.load(second)
     rows = []
     for place, texts in one.diff(other).items():
@@ -156,19 +125,10 @@ def diff(first: Annotated[str, tyro.conf.arg(metavar="PLAN")], second: Annotated
 def frontier(
     run: RunPath,
     /,
-    options: str = "fp8,fp4",
+    estimator: tyro.conf.OmitArgPrefixes[Estimator] = ESTIMATOR,
+    estimates: tyro.conf.OmitArgPrefixes[Estimates] = ESTIMATES,
     targets: int = 11,
-    stages: str | None = None,
-    probe: Probe = "auto",
-    power: float = 2.0,
-    loss_weight: float = 1.0,
-    update_weight: float = 1.0,
-    rows: bool = False,
-    seed: int = 0,
-    batches: int = 1,
-    device: str | None = None,
-    emulate: bool = False,
-    fallback: Fallback | None = None,
+    stages: tuple[int, ...] = (),
 ) -> int:
     """Show the cost of every target, from one estimate.
 
@@ -176,32 +136,23 @@ def frontier(
 
     Args:
         run: The folder of a run, or one of its checkpoints.
-        options: The levels of each operand.
+        estimator: How the harm of an option is estimated.
+        estimates: The batches and the device of the estimates.
         targets: The number of equally spaced targets.
-        stages: Blocks per pipeline stage, each of which then saves its share.
-        probe: The estimator.
-        power: The exponent of the divergences of layers in their sum.
-        loss_weight: The weight of the loss divergence dL.
-        update_weight: The weight of the weight divergence dW.
-        rows: Use the row-wise form of the loss divergence.
-        seed: The seed of the noise and of stochastic casts.
-        batches: The number of micro-batches for the estimates.
-        device: The device, in place of that of the run.
-        emulate: Multiply dequantized numbers in float32 on a GPU too, in place of the setting of the run.
-        fallback: For a layer whose casts no matrix units support: error, bf16 or emulate, in place of the setting of the run.
+        stages: Blocks per pipeline stage, such as 6 6 6 4, each of which then saves its share.
     """
-    estimator = Estimator(
-        options=options, probe=probe, rows=rows, power=power, loss_weight=loss_weight, update_weight=update_weight
-    )
-    given, sizes = combinations(options), _stages(stages)
-    with _opened(run, device, emulate, fallback, ProgressBars(sys.stderr)) as opened:
-        found = opened.score(given, estimator, batches, seed)
+    from dither.snip import solver
+    from dither.snip.planning import stage_sizes
+    from dither.snip.savings import efficiency
+    from dither.tools.estimates import estimate_run
+
+    found, options, _, _ = estimate_run(run, estimator, ProgressBars(sys.stderr), **vars(estimates))
     layers = found.statistics.layers
-    shares = efficiency(layers, given)
-    split = stage_sizes(found.layers, sizes) if sizes else None
+    harm = found.harm(estimator.loss_weight, estimator.update_weight, estimator.power)
+    split = stage_sizes(found.layers, stages) if stages else None
     lines = [
         (f"{each.target:.3f}", f"{each.efficiency:.3f}", f"{each.harm:.4g}", f"{each.gap:g}")
-        for each in frontier_of(found.harm(loss_weight, update_weight, power), shares, targets=targets, stages=split)
+        for each in solver.frontier(harm, efficiency(layers, options), targets=targets, stages=split)
     ]
     print_table(f"Step {found.step}, {len(layers)} layers", ("target", "saved", "harm", "gap"), lines, right=[0, 1, 2, 3])
     return 0
@@ -211,7 +162,7 @@ def auto(
     model: Annotated[str, tyro.conf.arg(metavar="MODEL")],
     /,
     tokens: int = 8192,
-    recipes: str = ",".join(RECIPES),
+    recipes: str = "fp8-block,fp8-current",
     times: str | None = None,
     device: str = "auto",
     output: Output = None,
@@ -229,15 +180,17 @@ def auto(
         device: The device: auto (cuda if available), cpu, cuda, or cuda:N.
         output: A file for the plan.
     """
-    if model in PRESETS:
-        built: nn.Module = skeleton(preset(model))
-    elif Path(model).exists():
-        built = hf(model)
-    else:
+    from dither.models import hf
+    from dither.models.presets import skeleton
+    from dither.snip.fp8_auto import auto_plan
+    from dither.train.ranks import joined
+
+    if model not in PRESETS and not Path(model).exists():
         raise UserError(
             f"There is no model {model!r}{did_you_mean(model, PRESETS)}: give a preset ({', '.join(PRESETS)}), or a Hugging "
             "Face folder or config.json."
         )
+    built = skeleton(preset(model)) if model in PRESETS else hf(model)
     names = [name.strip() for name in recipes.split(",")]
     said: list[str] = []
     with joined(device) as ranks, ProgressBars(sys.stderr).stage("Measuring the time of each shape of a layer") as tick:
@@ -245,88 +198,6 @@ def auto(
     print("\n".join(said))
     _write(output, chosen.to_json())
     return 0
-
-
-def _check_count(option: str, count: int, least: int) -> None:
-    if count < least:
-        raise UserError(f"{option} is a number of micro-batches of at least {least}, not {count}.")
-
-
-# An opened run ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Opened:
-    """A run, restored from one of its checkpoints."""
-
-    job: Trainer
-    bars: ProgressBars
-
-    @property
-    def layers(self) -> int:
-        """The number of layers with a precision of their own."""
-        return sum(isinstance(module, Linear) for module in self.job.model.modules())
-
-    @contextmanager
-    def counted(self, title: str, passes: int) -> Iterator[Forward]:
-        """Show a stage of `passes` passes over micro-batches, and yield the function that computes a loss and counts them."""
-        with self.bars.stage(title) as tick:
-            add = counter(tick, passes)
-
-            def forward(model: nn.Module, part: Batch) -> Tensor:
-                loss = self.job.passes.loss(model, part)
-                add(1)
-                return loss
-
-            yield forward
-
-    def parts(self, count: int) -> list[Batch]:
-        """Return `count` micro-batches, from the next step on."""
-        _check_count("--batches", count, 1)
-        job, step = self.job, self.job.done + self.job.offset
-        found: list[Batch] = []
-        while len(found) < count:
-            found += job.loader.batch(step).to(job.ranks.device).split(job.parts)
-            step += 1
-        return found[:count]
-
-    def score(self, options: Sequence[Option], estimator: Estimator, batches: int, seed: int) -> Scores:
-        """Return the estimates at the step of the run."""
-        stream, optimizer = Stream(seed, "snip", str(self.job.done)), self.job.training.optimizer
-        parts = self.parts(batches)
-        probe: Any = "measure" if estimator.probe == "auto" else estimator.probe
-        with self.counted(f"Estimating with the probe {probe}", len(parts) * passes_of(probe, self.layers, options)) as forward:
-            how: dict[str, Any] = {"stream": stream, "forward": forward, "step": self.job.done, "rows": estimator.rows}
-            return score(self.job.model, parts, optimizer, options, probe=probe, **how)
-
-
-@contextmanager
-def _opened(path: str, device: str | None, emulate: bool, fallback: Fallback | None, bars: ProgressBars) -> Iterator[_Opened]:
-    """Restore the newest whole checkpoint of a run, or the checkpoint at the path."""
-    found = find_model(path)
-    folder = found.run
-    if folder is None:
-        kinds = f"neither the folder of a run, with a {CONFIG}, nor a checkpoint of one"
-        raise UserError(f"{path!r} is {kinds}: name what `dither train` wrote.")
-    changes = {"run.device": device, "precision.emulate": emulate or None, "precision.fallback": fallback}
-    changes = {path: value for path, value in changes.items() if value is not None}
-    run = override(config.load(folder / CONFIG), values={"run.out": str(folder), "run.compile": False, **changes})
-    with joined(run.run.device) as ranks:
-        if ranks.world > 1:
-            raise UserError("dither plan runs in one process: start it without torchrun.")
-        with bars.stage(f"Reading {path}"):
-            job = Trainer(run, open_corpus(run, folder, ranks), ranks, initial=False)
-            job.restore(found.path)
-        yield _Opened(job, bars)
-
-
-def _stages(text: str | None) -> tuple[int, ...]:
-    if text is None:
-        return ()
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        raise UserError(f"--stages is the number of blocks per pipeline stage, such as 6,6,6,4, not {text!r}.")
-    return tuple(map(int, parts))
 
 
 def _write(path: str | None, text: str) -> None:

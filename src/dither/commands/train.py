@@ -1,5 +1,7 @@
 """`dither train`: train a language model as a config says, and print the result."""
 
+from __future__ import annotations
+
 import math
 import os
 import re
@@ -8,24 +10,20 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from dither.commands.launch import launch
 from dither.console import print_table
-from dither.data.tokenizer import TOKENIZER
 from dither.errors import DitherError, UserError
-from dither.models.open import find_model
 from dither.models.settings import Model
-from dither.report.figures import line_images
 from dither.settings import override, toml
 from dither.train import config as configs
 from dither.train.config import Config
 from dither.train.files import CONFIG, TOKENS
-from dither.train.loop import Outcome
-from dither.train.loop import train as run
-from dither.train.records import Progress, duration
+
+if TYPE_CHECKING:
+    from dither.train.loop import Outcome
 
 Words = tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]]
 """Words after an option, which may be repeated."""
@@ -67,6 +65,12 @@ def train(
         nproc: Start N ranks on this machine, which share the run as [parallel] says; only rank 0 prints.
         fields: Print every field with its type, default and meaning, and do not train.
     """
+    from dither.commands.launch import launch
+    from dither.report.figures import line_images
+    from dither.train.loop import Outcome
+    from dither.train.loop import train as run
+    from dither.train.records import Progress
+
     if fields:
         print_fields()
         return 0
@@ -173,6 +177,8 @@ def resolve(
 
 def _stored(folder: Path) -> Config:
     """Return the config of a run. The tokenizer of prepared tokens is left implicit: the tokens may have moved since."""
+    from dither.data.tokenizer import TOKENIZER
+
     config = configs.load(folder / CONFIG)
     sources = config.data.sources
     implied = len(sources) == 1 and config.data.tokenizer == str(Path(sources[0]) / TOKENIZER)
@@ -184,6 +190,9 @@ def _starting_from(path: Path, base: Config, own: bool) -> Config:
 
     `own` keeps the other fields of `base`, else those of a run are used.
     """
+    from dither.data.tokenizer import TOKENIZER
+    from dither.models.open import find_model
+
     found = find_model(path)
     if found.kind == "folder":
         _check_model(base.model, Model(hf=str(path)), path)
@@ -228,6 +237,8 @@ def _with_tokenizer(config: Config, tokenizer: Path | None) -> Config:
 
 def summary(outcome: Outcome) -> str:
     """Return a few lines about the result of a run."""
+    from dither.train.records import duration
+
     lines = [outcome.why]
     if outcome.loss is not None:
         bits = "" if outcome.bits_per_byte is None else f", {outcome.bits_per_byte:.3f} bits per byte"

@@ -1,10 +1,14 @@
 """What a layer caches for an optimizer step: its weight as products read it, and the bitwidths of its samplings."""
 
+import itertools
+
 import torch
 from torch import Tensor
 
 from dither.errors import UserError
 from dither.nn.functional import CastMemory, OperandCodes
+
+_numbers = itertools.count()
 
 
 class StepCache:
@@ -19,6 +23,8 @@ class StepCache:
     """
 
     def __init__(self, *, active: bool = False) -> None:
+        self.number = next(_numbers)
+        """Tells this cache from others; an id may be that of a cache that is gone."""
         self.active = active
         """True while a step_context is active."""
         self.ready = False

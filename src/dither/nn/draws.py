@@ -268,9 +268,9 @@ def batch_rank(model: nn.Module | None, group: "ProcessGroup | None" = None) -> 
     if group is not None or world == 1 or model is None:
         return rank, world
     known = (getattr(getattr(module, "draws", None), "ranks", None) for module in model.modules())
-    told: tuple[int, int] | None = next(filter(None, known), None)
-    if told is not None:
-        return told
+    given: tuple[int, int] | None = next(filter(None, known), None)
+    if given is not None:
+        return given
     ranks = next(_shared_by(model, False), None)
     if ranks is None:
         return rank, world

@@ -132,7 +132,7 @@ class FrozenLinear(Linear):
 
     def cache_key(self) -> tuple[object, ...]:
         """Return what launches of this layer depend on, besides numbers."""
-        return (self.cache, self.weight_codes.data_ptr())
+        return (self.cache.number, self.weight_codes.data_ptr())
 
     def constants(self) -> tuple[object, ...]:
         """Return what compiled code takes as constants."""

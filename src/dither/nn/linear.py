@@ -728,7 +728,7 @@ class Linear(nn.Linear):
         """Return what launches of this layer depend on, besides numbers: its cache, and where its tensors are."""
         place = self._buffers["draw_place"]
         memory = [self._stored_weight().data_ptr(), 0 if place is None else local(place).data_ptr()]
-        return (self.cache, self.delayed.measures_now, self.samples_once(), *memory, *self.cache.addresses())
+        return (self.cache.number, self.delayed.measures_now, self.samples_once(), *memory, *self.cache.addresses())
 
     def samples_once(self) -> bool:
         """Return whether the weight is sampled once per step."""

@@ -41,7 +41,7 @@ from dither.numerics.report import (
 from dither.ops.reference import scales as scaling
 from dither.ops.reference.adamw import FORMATS
 from dither.optim.adamw import AdamW
-from dither.snip.statistics import cut_by_tensor_parallelism
+from dither.snip.statistics import is_tensor_parallel
 from dither.spec import Cast
 from dither.spec.formats import TABLE
 
@@ -79,7 +79,7 @@ class Observer:
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
         """Record the forward and backward passes inside the context, without changing their results."""
-        parallel, hooks = cut_by_tensor_parallelism(model), []
+        parallel, hooks = is_tensor_parallel(model), []
         for name, layer in self.layers.items():
             hooks.append(layer.register_forward_pre_hook(partial(self._before, name), with_kwargs=True))
             # Before the hooks of tensor parallelism, which return the local shard as a plain tensor.

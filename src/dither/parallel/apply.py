@@ -218,7 +218,8 @@ def shard_weights(model: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: 
 
     What remains is needed at the end of forward and at the beginning of backward, so it stays gathered in between.
     """
-    for block in find_blocks(model).values():
+    for name, block in find_blocks(model).items():
+        _check_dtypes(name, block)
         allocate(block)
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, **options)
     allocate(model)
@@ -227,6 +228,17 @@ def shard_weights(model: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: 
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_reduce_scatter(OneRankReduceScatter())
+
+
+def _check_dtypes(name: str, block: nn.Module) -> None:
+    """Raise if the trained parameters of a block have several dtypes, which FSDP2 does not shard together."""
+    found = {parameter.dtype: own for own, parameter in block.named_parameters() if parameter.requires_grad}
+    if len(found) > 1:
+        said = " and ".join(f"{str(dtype).removeprefix('torch.')} ({own})" for dtype, own in found.items())
+        raise UserError(
+            f"FSDP2 shards the parameters of a block in one dtype, and {name!r} trains {said}: keep parameters in float32 (the "
+            "mode o1 or fp32), or train without learned bitwidths, or without dp_shard."
+        )
 
 
 def allocate(model: nn.Module) -> None:

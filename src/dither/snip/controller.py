@@ -30,7 +30,7 @@ from dither.snip.probes import score as estimate
 from dither.snip.savings import LayerTimes, measure_times
 from dither.snip.settings import SnipSettings, Value
 from dither.snip.solver import Solution
-from dither.snip.statistics import cut_by_tensor_parallelism, layers_of
+from dither.snip.statistics import is_tensor_parallel, layers_of
 from dither.spec import Plan
 from dither.spec.random import Stream
 from dither.spec.recipes import recipe
@@ -185,7 +185,7 @@ class Snip:
         layers_of(model, some=setup.pipeline is None)  # raises if there is nothing to choose for
         self.options = prepared(conversion, combinations(settings.options if options is None else options))
         # With parts of the model on several ranks, all ranks share a choice; otherwise those of `group` do.
-        partial = setup.pipeline is not None or cut_by_tensor_parallelism(model)
+        partial = setup.pipeline is not None or is_tensor_parallel(model)
         self._group = None if partial else setup.group
         check_goal(model, self.options, settings, partial=partial)
         self._setup = replace(setup, group=self._group or dist.group.WORLD) if self._distributed and not partial else setup

@@ -9,7 +9,7 @@ of all layers are gathered, tensors are not.
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from dither.nn.sharded.tensor_parallel import local
 from dither.nn.step import StepContext, step_context
 from dither.nn.untouched import reshard, untouched
 from dither.ops.ranks import gather
-from dither.snip.statistics import Collector, Statistics, cut_by_fsdp, cut_by_tensor_parallelism, layers_of
+from dither.snip.statistics import Collector, Statistics, is_fully_sharded, is_tensor_parallel, layers_of
 from dither.snip.update_rules import UpdateRule, update_rules_of
 from dither.spec import LayerPrecision
 from dither.spec.random import Stream
@@ -111,6 +111,8 @@ class TrainingSetup:
     """Tokens of a training step, over all ranks; None counts the batches of estimates as a whole step."""
     steps: int | None = None
     """Steps of the whole run, if they are known: a plan can be of use for no more than what is left of them."""
+    products: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Context of a forward and backward pass, such as `Training.backward_context`, which is quicker on a CPU without BF16."""
 
     def __post_init__(self) -> None:
         for name in ("step_tokens", "steps"):
@@ -186,6 +188,7 @@ class DryRun:
     ) -> None:
         setup = setup or TrainingSetup()
         group, pipeline, max_norm, self._adds_gradients = setup.group, setup.pipeline, setup.max_norm, setup.adds_gradients
+        self._products = setup.products
         _check_stream(stream)
         self.model = unwrapped(model)
         self.batches, self.forward, self.stream, self.group, self.pipeline = list(batches), forward, stream, group, pipeline
@@ -195,7 +198,7 @@ class DryRun:
         self.layers: dict[str, Linear] = {}
         self.weights: dict[str, Tensor] = {}
         self.rules: Mapping[str, UpdateRule] = {}
-        self.parallel = cut_by_tensor_parallelism(self.model)
+        self.parallel = is_tensor_parallel(self.model)
         stages = _gather_stages(self.pipeline, partial(self._find_layers, optimizer))
         self.names: list[str] = [name for names in stages for name in names]
         """Names of all layers; in a pipeline, of all stages."""
@@ -231,10 +234,10 @@ class DryRun:
         self.layers = layers_of(self.model, some=self.pipeline is None)
         self.weights = {name: layer.weight for name, layer in self.layers.items()}
         spread = (name for name, weight in self.weights.items() if isinstance(weight, DTensor))
-        self._cut = next(spread, None) if cut_by_fsdp(self.model) else None
-        if self._cut is not None and self.group is None:
+        self._sharded = next(spread, None) if is_fully_sharded(self.model) else None
+        if self._sharded is not None and self.group is None:
             raise UserError(
-                f"The weight of the layer {self._cut!r} is sharded over ranks: pass them as setup=TrainingSetup(group=...)."
+                f"The weight of the layer {self._sharded!r} is sharded over ranks: pass them as setup=TrainingSetup(group=...)."
             )
         self.rules = update_rules_of(optimizer, self.weights)
         return list(self.layers)
@@ -282,9 +285,9 @@ class DryRun:
         """Run forward and backward over the batches. `draw` selects the random bits of stochastic casts."""
         total, gradients = None, None
         parameters = [*self.weights.values(), *self._others]
-        differentiate = _by_grad if self._cut is None else partial(_by_backward, self._parameters)
+        differentiate = _by_grad if self._sharded is None else partial(_by_backward, self._parameters)
         for index, batch in enumerate(self.batches):
-            with torch.enable_grad(), self._micro_batch(index * self._micro, draw) as at:
+            with torch.enable_grad(), self._products(), self._micro_batch(index * self._micro, draw) as at:
                 if self.pipeline is None:
                     loss = self._loss(batch)
                     found = differentiate(loss, parameters)
@@ -308,7 +311,7 @@ class DryRun:
         if self.group is not None:
             # FSDP2 has reduced the gradients of its sharded parameters already.
             unsharded = [
-                g for g, p in zip(gradients, parameters, strict=True) if self._cut is None or not isinstance(p, DTensor)
+                g for g, p in zip(gradients, parameters, strict=True) if self._sharded is None or not isinstance(p, DTensor)
             ]
             for each in (total, *unsharded):
                 torch.distributed.all_reduce(each, group=self.group)

@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
 from dither.files import Refused, from_json
-from dither.nn.experts import ExpertLinear
 from dither.nn.functional import as_input
 from dither.nn.linear import Linear
 from dither.nn.sharded import tensor_parallel
 from dither.nn.sharded.geometry import like
 from dither.nn.sharded.tensor_parallel import Part, local
+from dither.nn.sites import converted_layers
 from dither.ops.backend import implementation
 from dither.snip.options import Option, casts_of
 from dither.snip.update_rules import UpdateRule
@@ -107,11 +107,7 @@ def layers_of(model: nn.Module, *, some: bool = True) -> dict[str, Linear]:
 
     With `some`, raise if there is none.
     """
-    found = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, Linear) and not isinstance(module, ExpertLinear)
-    }
+    found = {name: layer for name, layer in converted_layers(model).items() if isinstance(layer, Linear)}
     if some and not found:
         raise UserError(f"{type(model).__name__} has no dither.Linear to take statistics of: convert it first.")
     if frozen := [name for name, layer in found.items() if not layer.weight.requires_grad]:
@@ -121,13 +117,13 @@ def layers_of(model: nn.Module, *, some: bool = True) -> dict[str, Linear]:
     return found
 
 
-def cut_by_tensor_parallelism(model: nn.Module) -> bool:
+def is_tensor_parallel(model: nn.Module) -> bool:
     """Return True if tensor parallelism shards layers; FSDP2, which shards weights between uses only, does not count."""
     weights = [module.weight for module in model.modules() if isinstance(module, Linear)]
-    return any(isinstance(weight, DTensor) and _has_features(weight, cut_by_fsdp(model)) for weight in weights)
+    return any(isinstance(weight, DTensor) and _has_features(weight, is_fully_sharded(model)) for weight in weights)
 
 
-def cut_by_fsdp(model: nn.Module) -> bool:
+def is_fully_sharded(model: nn.Module) -> bool:
     """Return True if FSDP2 shards parameters of the model."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
@@ -358,7 +354,7 @@ def collecting(
     (16, ['dw', 'dx', 'dy', 'w', 'x', 'y'])
     """
     layers = {name: layer for name, layer in layers_of(model, some=some).items() if only is None or name in only}
-    parallel = cut_by_tensor_parallelism(model)
+    parallel = is_tensor_parallel(model)
     seen = Collector(layers, options, stream, parallel)
     hooks = []
     for name, layer in layers.items():

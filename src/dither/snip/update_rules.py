@@ -335,7 +335,7 @@ def update_rules_of(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tens
     >>> update_rules_of(torch.optim.SGD(layer.parameters(), lr=0.1), {"up": layer.weight})["up"].lr
     0.1
     """
-    places = {id(p): (group, number) for group in optimizer.param_groups for number, p in enumerate(group["params"])}
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     read = _reader(optimizer)
     shares = isinstance(optimizer, AdamW) and optimizer.share is not None
     found: dict[str, Callable[[], UpdateRule]] = {}
@@ -346,34 +346,28 @@ def update_rules_of(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tens
                 f"The weight of the layer {name!r} is sharded over ranks, and {type(optimizer).__name__}'s {shared} shared "
                 "between them: score an unsharded copy of the model."
             )
-        if id(weight) not in places:
+        if id(weight) not in groups:
             raise UserError(
                 f"The optimizer does not have the weight of the layer {name!r}, so it never changes: leave the layer out."
             )
-        state = optimizer.state.get(weight, {})
-        group, number = places[id(weight)]
+        state, group = optimizer.state.get(weight, {}), groups[id(weight)]
         if (not state and read is not _sgd) or (read is _adam and not int(state.get("step", 0))):
             raise UserError(
                 f"The optimizer has no state of the layer {name!r} yet: take a few steps before its moments are needed."
             )
-        if read is _adam:
-            _check_state(optimizer, name, state, group)
-        found[name] = partial(read, optimizer, weight, state, group, number)
+        if read is _adam and not ({"exp_avg", "exp_avg_sq"} <= state.keys() and {"lr", "betas", "eps"} <= group.keys()):
+            raise _unknown(optimizer)
+        found[name] = partial(read, optimizer, weight, state, group)
     return _Loading(found)
 
 
-_Reader = Callable[[torch.optim.Optimizer, Tensor, dict[str, Any], dict[str, Any], int], UpdateRule]
+_Reader = Callable[[torch.optim.Optimizer, Tensor, dict[str, Any], dict[str, Any]], UpdateRule]
 
 
 def _reader(optimizer: torch.optim.Optimizer) -> _Reader:
     """Return the function that turns a weight's state into its rule."""
-    readers: list[tuple[type, _Reader]] = [
-        (torch.optim.SGD, _sgd),
-        (torch.optim.Muon, _muon),
-    ]
-    for kind, read in readers:
-        if isinstance(optimizer, kind):
-            return read
+    if isinstance(optimizer, torch.optim.SGD | torch.optim.Muon):
+        return _sgd if isinstance(optimizer, torch.optim.SGD) else _muon
     # Some other optimizers of torch have states with AdamW's names but another update.
     if type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, torch.optim.Adam):
         raise _unknown(optimizer)
@@ -385,13 +379,6 @@ def _unknown(optimizer: torch.optim.Optimizer) -> UserError:
         f"SNIP needs the derivative of an optimizer's update with respect to the gradient, and has none for "
         f"{type(optimizer).__name__}: use AdamW, Adam, AdamMini, SGD or Muon."
     )
-
-
-def _check_state(optimizer: torch.optim.Optimizer, name: str, state: dict[str, Any], group: dict[str, Any]) -> None:
-    missing = [key for key in ("exp_avg", "exp_avg_sq") if key not in state]
-    missing += [key for key in ("lr", "betas", "eps") if key not in group]
-    if missing:
-        raise _unknown(optimizer)
 
 
 def _coupled(weight: Tensor, group: dict[str, Any]) -> Tensor | None:
@@ -408,7 +395,7 @@ def _some(state: dict[str, Any], key: str) -> Tensor:
     return found
 
 
-def _sgd(optimizer: torch.optim.Optimizer, weight: Tensor, state: dict[str, Any], group: dict[str, Any], _: int) -> SgdRule:
+def _sgd(optimizer: torch.optim.Optimizer, weight: Tensor, state: dict[str, Any], group: dict[str, Any]) -> SgdRule:
     return SgdRule(
         float(group["lr"]),
         group["momentum"],
@@ -420,7 +407,7 @@ def _sgd(optimizer: torch.optim.Optimizer, weight: Tensor, state: dict[str, Any]
     )
 
 
-def _muon(optimizer: torch.optim.Optimizer, weight: Tensor, state: dict[str, Any], group: dict[str, Any], _: int) -> MuonRule:
+def _muon(optimizer: torch.optim.Optimizer, weight: Tensor, state: dict[str, Any], group: dict[str, Any]) -> MuonRule:
     rows, columns = weight.shape
     adjust = group["adjust_lr_fn"]
     ratio = 0.2 * math.sqrt(max(rows, columns)) if adjust == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
@@ -435,9 +422,7 @@ def _muon(optimizer: torch.optim.Optimizer, weight: Tensor, state: dict[str, Any
     )
 
 
-def _adam(
-    optimizer: torch.optim.Optimizer, weight: Tensor, state: dict[str, Any], group: dict[str, Any], number: int
-) -> AdamRule:
+def _adam(optimizer: torch.optim.Optimizer, weight: Tensor, state: dict[str, Any], group: dict[str, Any]) -> AdamRule:
     if isinstance(optimizer, AdamW):
         found = optimizer.moments(weight)
     else:

@@ -467,6 +467,7 @@ def _make_snip(trainer: Trainer, planned: PlanSchedule, say: Callable[[str], Non
         adds_gradients=cut,
         step_tokens=trainer.config.data.batch * trainer.config.data.sequence,
         steps=steps_for_snip(planned, snip.start, trainer.config.run.steps),
+        products=trainer.training.backward_context,
     )
     made = Snip(
         trainer.conversion,

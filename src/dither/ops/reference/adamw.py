@@ -224,8 +224,9 @@ class Batch:
             v = c["beta2"] * load_state(piece.v, piece.v_scale, update, False) + c["rest2"] * (g * g)
             tie = _move(piece, _direction(m, v, c), c, step, update)
             v = v if tie is None else torch.where(tie, -v, v)
-            _store(piece, piece.m, piece.m_scale, m, step, update, 1)
-            _store(piece, piece.v, piece.v_scale, v, step, update, 2)
+            random = _random(piece, step, piece.keys[1]) if update.draws_states else None
+            _store(piece.m, piece.m_scale, m, update, True, random)
+            _store(piece.v, piece.v_scale, v, update, False, None if random is None else random * ODD_FACTOR & 0xFFFF)
 
 
 class MiniBatch(Batch):
@@ -252,7 +253,8 @@ class MiniBatch(Batch):
             run = (torch.arange(grad.shape[0], device=grad.device) + piece.lead) // piece.run
             m = c["beta1"] * load_state(piece.m, None, self.update, True) + c["rest1"] * (grad.float() * c["scale"])
             _move(piece, _direction(m, piece.v[run][:, None], c), c, step, self.update)
-            _store(piece, piece.m, None, m, step, self.update, 1)
+            random = _random(piece, step, piece.keys[1]) if self.update.draws_states else None
+            _store(piece.m, None, m, self.update, True, random)
 
 
 def second_moment(v: Tensor, sums: Tensor, share: Tensor, constants: Tensor) -> Tensor:
@@ -353,12 +355,9 @@ def load_state(state: Tensor, scale: Tensor | None, update: Update, signed: bool
     return values * scales
 
 
-def _store(piece: Piece, state: Tensor, scale: Tensor | None, value: Tensor, step: Tensor, update: Update, which: int) -> None:
-    """Round the first or second moment (`which` is 1 or 2), float32, into its storage."""
-    random = _random(piece, step, piece.keys[1]) if update.draws_states else None
-    if random is not None and which == 2:
-        random = random * ODD_FACTOR & 0xFFFF
-    stored, restore = store_state(value, update, which == 1, random)
+def _store(state: Tensor, scale: Tensor | None, value: Tensor, update: Update, signed: bool, random: Tensor | None) -> None:
+    """Round a float32 moment into its storage, by random bits if there are any."""
+    stored, restore = store_state(value, update, signed, random)
     state.copy_(stored)
     if scale is not None and restore is not None:
         scale.copy_(restore)

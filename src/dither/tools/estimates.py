@@ -1,0 +1,115 @@
+"""Estimate what options of precision do to a run, at one of its checkpoints, for `dither plan`."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dither.console import ProgressBars, counter
+from dither.data import Batch
+from dither.errors import UserError
+from dither.models.open import find_model
+from dither.nn import Linear
+from dither.settings import override
+from dither.snip.divergence import Scores
+from dither.snip.dry_run import TrainingSetup
+from dither.snip.effort import passes_of
+from dither.snip.options import Option
+from dither.snip.options import options as combinations
+from dither.snip.probes import score
+from dither.snip.settings import Estimator
+from dither.spec import Plan
+from dither.spec.random import Stream
+from dither.train import config
+from dither.train.files import CONFIG
+from dither.train.ranks import joined
+from dither.train.trainer import Trainer, open_corpus
+
+
+class RunEstimates(NamedTuple):
+    """Estimates at a checkpoint, with what a choice needs besides."""
+
+    scores: Scores
+    options: tuple[Option, ...]
+    plan: Plan
+    """The plan in force at the checkpoint."""
+    device: torch.device
+
+
+def estimate_run(
+    path: str,
+    estimator: Estimator,
+    bars: ProgressBars,
+    *,
+    batches: int = 1,
+    seed: int = 0,
+    device: str | None = None,
+    emulate: bool = False,
+    fallback: str | None = None,
+) -> RunEstimates:
+    """Estimate the harm of options at a checkpoint of a run, on its next micro-batches.
+
+    Args:
+        path: The folder of a run, whose newest whole checkpoint is taken, or a checkpoint.
+        estimator: The options and the probe; "auto" measures each option.
+        bars: Show the progress.
+        batches: The number of micro-batches.
+        seed: The seed of noise and of stochastic casts.
+        device: The device, in place of that of the run.
+        emulate: Multiply dequantized numbers in float32 on a GPU too.
+        fallback: As `precision.fallback`, in place of that of the run.
+    """
+    if batches < 1:
+        raise UserError(f"--batches is a number of micro-batches of at least 1, not {batches}.")
+    options = combinations(estimator.options)
+    probe: Any = "measure" if estimator.probe == "auto" else estimator.probe
+    with _restored(path, device, emulate, fallback, bars) as trainer:
+        parts: list[Batch] = []
+        while len(parts) < batches:
+            step = trainer.done + trainer.offset + len(parts) // trainer.parts
+            parts += trainer.loader.batch(step).to(trainer.ranks.device).split(trainer.parts)
+        parts = parts[:batches]
+        layers = sum(isinstance(module, Linear) for module in trainer.model.modules())
+        with bars.stage(f"Estimating with the probe {probe}") as tick:
+            add = counter(tick, len(parts) * passes_of(probe, layers, options))
+
+            def forward(model: nn.Module, part: Batch) -> Tensor:
+                loss = trainer.passes.loss(model, part)
+                add(1)
+                return loss
+
+            scores = score(
+                trainer.model,
+                parts,
+                trainer.training.optimizer,
+                options,
+                stream=Stream(seed, "snip", str(trainer.done)),
+                forward=forward,
+                probe=probe,
+                rows=estimator.rows,
+                step=trainer.done,
+                setup=TrainingSetup(products=trainer.training.backward_context),
+            )
+        return RunEstimates(scores, options, trainer.conversion.plan, trainer.ranks.device)
+
+
+@contextmanager
+def _restored(path: str, device: str | None, emulate: bool, fallback: str | None, bars: ProgressBars) -> Iterator[Trainer]:
+    """Restore the newest whole checkpoint of a run, or the checkpoint at the path."""
+    found = find_model(path)
+    folder = found.run
+    if folder is None:
+        kinds = f"neither the folder of a run, with a {CONFIG}, nor a checkpoint of one"
+        raise UserError(f"{path!r} is {kinds}: name what `dither train` wrote.")
+    given = {"run.device": device, "precision.emulate": emulate or None, "precision.fallback": fallback}
+    changes = {path: value for path, value in given.items() if value is not None}
+    run = override(config.load(folder / CONFIG), values={"run.out": str(folder), "run.compile": False, **changes})
+    with joined(run.run.device) as ranks:
+        if ranks.world > 1:
+            raise UserError("dither plan runs in one process: start it without torchrun.")
+        with bars.stage(f"Reading {path}"):
+            trainer = Trainer(run, open_corpus(run, folder, ranks), ranks, initial=False)
+            trainer.restore(found.path)
+        yield trainer
