@@ -172,6 +172,8 @@ def open_model(
     The weights of a checkpoint are its float32 masters where there are any, not converted, without noise. A folder of Hugging
     Face is one of our models if it fits exactly, or else one of transformers.
 
+        model = open_model("runs/a").model
+
     Args:
         path: A run, whose newest whole checkpoint is opened, a checkpoint, or a Hugging Face folder.
         device: Device of the model.
@@ -179,8 +181,6 @@ def open_model(
         as_trained: Convert the model of a checkpoint to its plan, and restore bitwidths and histories as well as weights.
         few_bits: Dequantize a folder whose weights are in few bits; else it is refused.
         adapters: Merge adapters with their base into float32 weights, keep them apart, or refuse a checkpoint of adapters.
-
-        model = open_model("runs/a").model
     """
     found = path if isinstance(path, Found) else find_model(path)
     if found.kind == "checkpoint":

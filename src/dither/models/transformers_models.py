@@ -92,14 +92,14 @@ class HuggingFace(CausalLM):
 def hf(source: Any, *, seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> HuggingFace:
     """Return any causal language model of transformers with our interface. Code that comes with a model is not run.
 
+        model = hf("Qwen/Qwen2.5-0.5B", device="cuda", dtype=torch.bfloat16)
+
     Args:
         source: A model or a config. A model is a folder, or a name as transformers takes it; its weights must be safetensors.
             A config is a file that ends in `.json`, a mapping with "model_type", or a config of transformers.
         seed: Seed of the initial weights, if `source` is a config.
         device: Device of the model.
         dtype: Dtype of the parameters; None keeps that of the weights, or float32 for a config. Buffers keep theirs.
-
-        model = hf("Qwen/Qwen2.5-0.5B", device="cuda", dtype=torch.bfloat16)
     """
     check_seed(seed)
     check_place(device, dtype or torch.float32)

@@ -64,6 +64,10 @@ def parallelize(
     Weights, samples and random bits are those of one rank: every rank draws and casts by the coordinates of its part. Convert
     the model first, and create the optimizer afterwards. All ranks must hold the same weights.
 
+        mesh = dither.parallel.Layout(dp_shard=4, tp=2).mesh("cuda")
+        dither.convert(model, dither.recipe("fp8-block"))
+        dither.parallelize(model, mesh)
+
     Args:
         model: A model of `dither.models`, or one of transformers that has a tp_plan. Without tensor parallelism, any model.
         mesh: A mesh with dimensions named among "pp", "dp_replicate", "dp_shard" and "tp", such as `Layout(...).mesh("cuda")`.
@@ -81,10 +85,6 @@ def parallelize(
             bfloat16 and "bf16-sr" does so stochastically, and both sum in float32.
         seed: Seed of the random bits of "bf16-sr".
         mp_policy: The mixed precision of FSDP2; None computes in the parameters' dtype or that of autocast.
-
-        mesh = dither.parallel.Layout(dp_shard=4, tp=2).mesh("cuda")
-        dither.convert(model, dither.recipe("fp8-block"))
-        dither.parallelize(model, mesh)
     """
     if not isinstance(model, nn.Module):
         raise UserError(f"parallelize takes a torch.nn.Module, not {model!r}.")
