@@ -177,18 +177,15 @@ def plan_walk() -> Picture:
 
 LAYERS = [
     ("commands", "one module per command: parses, prints, exits", GRAY),
-    ("exporting, integrations", "folders for transformers, vLLM, llama.cpp; loops of others", GRAY),
-    ("experiments", "runs in several precisions, inspected and compared", GRAY),
-    ("report", "reads run folders and draws; imports nothing of train", BLUE),
-    ("train", "config, loop, checkpoints, guard, metrics", BLUE),
-    ("advice, doctor", "memory and layouts of a run; self-test of a machine", VIOLET),
-    ("parallel, data, evaluate", "sharded models; tokens and batches; held-out loss", GREEN),
-    ("optim, snip, numerics, models", "parts that any training loop can use", GREEN),
-    ("nn", "Linear, the three products, sampling, conversion, deployment", GREEN),
-    ("ops", "public operations: check arguments, choose by device", ORANGE),
-    ("torch_ops", "registration for torch.compile, fake tensors, dispatch", ORANGE),
-    ("kernels | reference", "fast | readable: same names, same signatures, same bits", ORANGE),
-    ("formats, precision, recipes, random, storage", "frozen data; files that are read without executing them", GRAY),
+    ("tools, integrations", "comparisons, memory, advice, self-test; loops of others", GRAY),
+    ("report, exporting", "pages of run folders; folders for transformers, vLLM, llama.cpp", BLUE),
+    ("train", "config, loop, guard, metrics, ranks", BLUE),
+    ("parallel, evaluate", "sharded models; held-out loss", VIOLET),
+    ("data, checkpoint, models", "tokens and batches; files that are read without executing them", GREEN),
+    ("optim, snip, numerics", "parts that any training loop can use", GREEN),
+    ("nn", "Linear, the three products, sampling, conversion", GREEN),
+    ("ops", "public operations: reference | triton, the same bits", ORANGE),
+    ("spec, settings", "formats, casts, plans, recipes, random streams: frozen data", GRAY),
 ]
 """Layers of the package from top to bottom: names, contents, color."""
 
