@@ -79,7 +79,12 @@ def vanishing(format: Format, b_t: float, kind: str, master: str) -> list[tuple[
 
 
 def threshold(m: int) -> float:
-    """The exact limit with float32 masters and r = 0, derived in docs/export.md; the bound m + 1 lies just below it."""
+    """The exact limit with float32 masters and r = 0; the bound m + 1 lies just below it.
+
+    Let amax lie in [2^a, 2^(a+1)), where numbers are s = 2^(a - m) apart. In the cell around 2^a + s, where a noise of s is
+    needed, amax is at least 2^a + s / 2, so c = 2^(1 - b_t) must be at least 1 / (2^m + 1/2). Around 2^a, where the spacing
+    changes, c must exceed 3 / (4 * 2^m - 1).
+    """
     return 1 + min(math.log2(2**m + 1 / 2), math.log2((4 * 2**m - 1) / 3))
 
 
