@@ -166,6 +166,7 @@ def test_sentences_name_what_can_be_chosen():
         ("data.sources=['a.txt', 'b.txt']", "data.sources", ("a.txt", "b.txt")),
         ("model.preset=llama-134m", "model.preset", "llama-134m"),
         ("guard.spike=rollback", "guard.spike", "rollback"),
+        ('precision.sampling={parts="od", b_init=7, b_target=5}', "precision.sampling.b_init", 7.0),
     ],
 )
 def test_override(setting, path, value):

@@ -281,6 +281,8 @@ def parse(text: str) -> dict[str, Any]:
 
 def from_table(cls: type[S], table: object, path: str = "", base: S | None = None) -> S:
     """Return settings with the values of a TOML table, the others as in `base` or by default. Unknown keys are errors."""
+    if isinstance(table, Text):  # a section as an inline table
+        table = _in_toml(table)
     if not isinstance(table, dict):
         raise UserError(f"[{path}] is a section, not {table!r:.80}.")
     known = types_of(cls)
