@@ -17,6 +17,8 @@ def lazily(package: str, modules: Mapping[str, str]) -> Callable[[str], object]:
     home = {name: module for module, names in modules.items() for name in names.split()}
 
     def load(name: str) -> object:
+        if name in modules and name not in home:
+            return importlib.import_module(f"{package}.{name}")
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = home[name] if "." in home[name] else f"{package}.{home[name]}"

@@ -18,7 +18,7 @@ from dither.nn.sites import converted_layers
 
 titan = Lazy("dither.integrations.torchtitan")
 configs = Lazy("dither.integrations.torchtitan.config_registry")
-trainer, initialization = (Lazy(f"dither.integrations.torchtitan.{name}") for name in ("trainer", "initialization"))
+trainer, titan_layers = (Lazy(f"dither.integrations.torchtitan.{name}") for name in ("trainer", "layers"))
 llama3, registry = Lazy("torchtitan.models.llama3"), Lazy("torchtitan.models.llama3.config_registry")
 
 
@@ -103,7 +103,7 @@ def test_a_torch_that_crashes_in_the_chunked_loss_is_refused(monkeypatch):
 
 
 def test_snip_with_a_chunked_loss_is_refused():
-    config = titan.dither_config(debug(), "fp8-block", snip=dither.train.config.Snip(target=0.5))
+    config = titan.dither_config(debug(), "fp8-block", snip=dither.snip.SnipSettings(target=0.5))
     with pytest.raises(UserError, match="CrossEntropyLoss"):
         trainer.check_config(config)
 
@@ -228,9 +228,9 @@ def test_initializers_see_float32_once_and_tied_weights_stay():
     config = Lazy("torchtitan.models.common.linear").Linear.Config(in_features=4, out_features=2, bias=True)
     config.param_init = {"weight": lambda weight: seen.append(weight.dtype), "bias": nn.init.ones_}
     given = config.param_init
-    initialization.draw_in_float32(config)
+    titan_layers.draw_in_float32(config)
     first = config.param_init
-    initialization.draw_in_float32(config)  # as for a configuration that is built twice
+    titan_layers.draw_in_float32(config)  # as for a configuration that is built twice
     assert config.param_init == first
     assert first is not given  # torchtitan shares one dict between layers
     layer = config.build().to(torch.bfloat16)
