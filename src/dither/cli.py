@@ -162,8 +162,9 @@ def _problem(event: Any) -> str:
         case "InvalidChoice":
             hint = did_you_mean(event.value, event.choices)
             return f"{title(event.argument)} is one of {', '.join(event.choices)}, not {event.value!r:.80}{hint}"
-        case "InstantiationFailure" if event.argument is not None:
-            return f"Error parsing {title(event.argument)}: {event.message}"
+        case "InstantiationFailure":
+            where = "" if event.argument is None else f"Error parsing {title(event.argument)}: "
+            return where + str(event.message).rstrip(".")
     return "These arguments cannot be parsed"
 
 

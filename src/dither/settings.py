@@ -77,7 +77,7 @@ class OneOf:
             raise UserError(f"There is no {key}={value!r:.80}{hint}: choose from {', '.join(self.names)}.")
 
 
-EACH = "each of "
+EACH = "Each of "
 Count = Annotated[int, AtLeast(1)]
 Interval = Annotated[int, AtLeast(0)]
 """Steps between two events; 0 means never."""
@@ -93,7 +93,7 @@ def check(section: str, settings: object) -> None:
     ...     betas: tuple[Share, Share] = (0.9, 0.95)
     >>> check("optim", Optim(betas=(0.9, 1.5)))
     Traceback (most recent call last):
-    dither.errors.UserError: each of optim.betas is a number of at least 0 and at most 1, not 1.5.
+    dither.errors.UserError: Each of optim.betas is a number of at least 0 and at most 1, not 1.5.
     """
     for name, hint in types_of(type(settings)).items():
         key, value = f"{section}.{name}", getattr(settings, name)
