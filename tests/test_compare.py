@@ -169,10 +169,10 @@ def trial(arm, common=trials.BASE):
         ("o1@schedule=wsd,eps=1e-6", "o1@optim.eps=1e-06,optim.schedule=wsd", "optim.schedule", "wsd"),
         ("o1@eps=1e-6, schedule='wsd'", "o1@optim.eps=1e-06,optim.schedule=wsd", "optim.eps", 1e-6),
         ("fp8-block+bf16-sr@states=dynamic8", "fp8-block+bf16-sr@precision.states=dynamic8", "precision.states", "dynamic8"),
-        ("gaussws:od@b_target=3", "gaussws-od@precision.sampling.b_target=3", "precision.sampling.b_target", 3),
+        ("gaussws:od@b_target=3", "gaussws-od@precision.sampling.b_target=3.0", "precision.sampling.b_target", 3.0),
         ("diffq:all@sampling.beyond=clamp", "diffq-all@precision.sampling.beyond=clamp", "precision.sampling.beyond", "clamp"),
         ("o1@plan=plans/a.json", None, "precision.plan", "plans/a.json"),
-        ("o1@betas=[0.8, 0.99],lr=1e-3", None, "optim.betas", [0.8, 0.99]),
+        ("o1@betas=[0.8, 0.99],lr=1e-3", None, "optim.betas", (0.8, 0.99)),
     ],
 )
 def test_an_arm_has_settings_of_its_own(arm, folder, field, value):
