@@ -1,21 +1,17 @@
 """Number formats: the table of the specification, every code decoded three times, and what is contained in what."""
 
-import ast
 import dataclasses
 import functools
 import itertools
 import math
 import pickle
-import sys
 from fractions import Fraction
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import oracles
 import pytest
 
-import dither.spec.formats
 from dither import Format, UserError
 from dither.spec.formats import ALIASES, TABLE
 
@@ -274,21 +270,3 @@ def test_mx_dequantized_values_are_exactly_bf16(name, lowest):
 def test_nvfp4_dequantized_values_are_exactly_bf16_before_the_tensor_scale():
     scales = [v for v in Format.parse("e4m3").values() if v > 0]
     assert products_in_bf16(Format.parse("e2m1").values(), scales).all()
-
-
-SPECS = ("errors", "safe_files", "formats", "precision/cast", "precision/layer", "precision/plan", "recipes", "engines")
-
-
-@pytest.mark.parametrize("name", SPECS)
-def test_imports_no_torch(name):
-    # Tables and configurations must be readable where torch is not installed.
-    tree = ast.parse((Path(dither.spec.formats.__file__).parent / f"{name}.py").read_text())
-    imported = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            imported |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            imported.add(node.module)
-    foreign = {module for module in imported if module.split(".")[0] not in sys.stdlib_module_names}
-    known = {"dither.errors", "dither.files", "dither.spec.formats", "dither.spec", "dither.spec.recipes"}
-    assert all(module in known or module.startswith("dither.spec.") for module in foreign)

@@ -578,8 +578,11 @@ def test_what_cannot_go_together() -> None:
     release_gradients(model, optimizer)
     with pytest.raises(UserError, match="already releases gradients"):
         release_gradients(model, optimizer)
+    converted = net()
+    conversion, other = dither.convert(converted, "fp8-block"), AdamW(converted.named_parameters())
+    release_gradients(converted, other)
     with pytest.raises(UserError, match="SNIP's estimates are backward passes that must change no weight"):
-        Snip(dither.Conversion.of(model), optimizer, SnipSettings(target=0.5))
+        Snip(conversion, other, SnipSettings(target=0.5))
     model(tokens(0), True).backward()
     with pytest.raises(UserError, match=r"A second backward pass came before optimizer.step\(\)"):
         model(tokens(0), True).backward()
