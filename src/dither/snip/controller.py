@@ -108,6 +108,7 @@ class Snip:
     goes wrong, the model keeps its plan.
 
     >>> import torch, dither
+    >>> from torch import nn
     >>> from dither.snip import SnipSettings
     >>> model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
     >>> conversion = dither.convert(model, "fp8-block")
