@@ -107,7 +107,7 @@ class RunFolder:
         """Return how the run ended, in a few words, from status.json or else from the last line of metrics that says so."""
         states = {
             "running": "running, or killed",
-            "crashed": "crashed: its process ended without a word",
+            "crashed": "crashed: its process died without recording a reason",
             "done": "done",
             "stopped": "stopped by the guard",
             "interrupted": "interrupted by a signal",

@@ -145,7 +145,7 @@ def _claim(
             f"There is no run in {str(folder)!r} to resume: start it without --resume, or set run.out to its folder."
         )
     if now.guard.lock and (killed := lock.acquire(create=resume is not True)) is not None:
-        say(f"The folder was locked by {killed}, which ended without a word.")
+        say(f"The folder was locked by {killed}, which died without recording a reason.")
     try:
         there = os.path.isfile(folder / CONFIG)  # now that nobody else can change it
         if resume and there:
@@ -294,7 +294,7 @@ class Status:
             return status
         was = run_lock.holder(folder)
         who = "Its process" if was is None else f"Its process ({was.pid} on {was.host}, since {was.since})"
-        return cls(state="crashed", step=status.step, why=f"{who} ended without a word: continue with --resume.")
+        return cls(state="crashed", step=status.step, why=f"{who} died without recording a reason: continue with --resume.")
 
     @classmethod
     def load(cls, folder: str | Path) -> "Status":
