@@ -98,7 +98,7 @@ def test_commands_in_pages_parse(page):
         assert calls, line
 
 
-SHORT = {"steps = 100": "steps = 4", "sequence = 64": "sequence = 16", "batch = 4": "batch = 2"}
+SHORT = {"steps = 60": "steps = 4", "sequence = 64": "sequence = 16", "batch = 4": "batch = 2"}
 """Settings of the tutorial's config file, and shorter ones."""
 
 
