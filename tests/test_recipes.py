@@ -115,7 +115,7 @@ def test_an_unknown_recipe_is_an_error(name, said):
     assert said in str(caught.value)
 
 
-NAMES_ELSEWHERE = {"tensorwise": "fp8-current", "rowwise": "fp8-row", "blockwise": "fp8-block", "delayed": "fp8-delayed"}
+NAMES_ELSEWHERE = {"fp8": "fp8-current", "tensorwise": "fp8-current", "rowwise": "fp8-row", "blockwise": "fp8-block", "delayed": "fp8-delayed"}
 
 
 def test_every_alias_is_here_and_in_the_docs():
