@@ -23,7 +23,6 @@ import dither
 from dither.models.causal import cross_entropy, output_loss
 from dither.nn import Linear, step_context
 from dither.nn.output import Output
-from dither.ops import torch_ops
 from dither.ops.reference.loss import largest_gradient
 from dither.ops.triton import loss as kernels
 from dither.ops.triton import loss as loss_codes
@@ -77,7 +76,7 @@ def codes(sweep: bool) -> None:
         amax = largest_gradient(weights)
         for text in ("e5m2 tensor", "e4m3 tile(128)"):
             cast = Cast.parse(text)
-            out = torch_ops.empty_codes(N, V, cast, logits.device)
+            out = torch.ops.dither.empty_gradient_codes(logits, str(cast))
 
             def run(out=out, cast=cast, given=(logits, targets, parts, weights, amax)) -> tuple[torch.Tensor, ...]:
                 return loss_codes.backward_codes(*given, cast, 0, out)[:1]

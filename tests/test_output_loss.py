@@ -17,7 +17,6 @@ from dither.models.causal import cross_entropy, output_loss
 from dither.nn import Linear, step_context
 from dither.nn import output_loss as fused
 from dither.nn.output import ALIGNMENT, Output, aligned_linear
-from dither.ops import torch_ops
 from dither.ops.reference import loss, quantize
 from dither.ops.reference import loss as loss_codes
 from dither.ops.reference.loss import IGNORE
@@ -53,7 +52,7 @@ def test_codes_of_the_kernel(text, N, V, dtype, device):
     grads = kernel_loss.backward(logits, targets, parts, weights)
     wanted = quantize.quantize_both(grads, cast, None, given, cast.element)
     for size in {N, 128}:
-        out = torch_ops.empty_codes(N, V, cast, torch.device(device))
+        out = torch.ops.dither.empty_gradient_codes(logits, str(cast))
         rows = [slice(first, min(first + size, N)) for first in range(0, N, size)]
         found = [
             kernel_codes.backward_codes(logits[row], targets[row], parts[:, row], weights[row], amax, cast, row.start, out)
@@ -72,7 +71,7 @@ def test_codes_of_the_kernel(text, N, V, dtype, device):
 def test_operator(text):
     logits, targets, weights = pairs.logits_of(48, 160, torch.bfloat16, "cpu")
     parts, cast = loss.forward(logits, targets)[1], Cast.parse(text)
-    out = torch_ops.empty_codes(48, 160, cast, logits.device)
+    out = torch.ops.dither.empty_gradient_codes(logits, str(cast))
     given = (logits, targets, parts, weights, loss_codes.largest_gradient(weights), str(cast), 0, *out, "reference")
     torch.library.opcheck(torch.ops.dither.cross_entropy_codes, given, test_utils="test_faketensor")
     torch.library.opcheck(torch.ops.dither.empty_gradient_codes, (logits, str(cast)), test_utils="test_faketensor")

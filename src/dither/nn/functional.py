@@ -23,13 +23,12 @@ from dither.errors import UserError
 from dither.nn import fused
 from dither.nn.fused import KeptInputs, product_again
 from dither.nn.sharded import scales
-from dither.ops import INPUT_DTYPES, backend, dequantize_codes
-from dither.ops import torch_ops as torch_ops
+from dither.ops import INPUT_DTYPES, backend, dequantize_codes, torch_ops
 from dither.ops.backend import assume_constant_result
 from dither.spec import OPERANDS, Cast, LayerPrecision, MemoryOptions, engines
 from dither.spec.formats import Format
 from dither.spec.levels import NO_LEVELS, Family, Levels
-from dither.spec.random import Stream
+from dither.spec.random import Draw, Stream
 
 
 class Casting(NamedTuple):
@@ -702,17 +701,15 @@ def cast_memory(codes: OperandCodes) -> CastMemory:
 
 def cast_weight_again(weight: Tensor, casting: Castings, state: State, out: CastMemory) -> None:
     """Cast a weight into the memory of an earlier cast: both layouts, or one."""
-    (given, largest), drawn = state.weight_amax, draw_of(casting, state, 1, moved=False)
-    level = level_of(state.levels, casting.along)
-    along = casting.along
+    (given, largest), step = state.weight_amax, draw_of(casting, state, 1, moved=False)
+    along, level = casting.along, level_of(state.levels, casting.along)
+    draw = None if step is None else Draw(0, step, along.row, along.column)
     if len(out) == 3:
         values, scale, axis = out
-        one = (weight.detach(), along.cast, axis, given, along.container, drawn, (values, scale), level)
-        torch_ops.quantize_into(*one, (along.row, along.column))
-        return
-    torch_ops.quantize_both_into(
-        weight.detach(), along.cast, given, along.container, drawn, largest, out, level, (along.row, along.column)
-    )
+        memory = (values, scale)
+        torch_ops.cast_one(weight.detach(), along.cast, axis, given, along.container, draw, "auto", level, memory)
+    else:
+        torch_ops.cast_both(weight.detach(), along.cast, given, along.container, draw, "auto", level, out, largest)
 
 
 def draw_of(casting: Castings, state: State, operand: int, *, moved: bool = True) -> Tensor | None:

@@ -13,7 +13,6 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from dither.errors import UserError
-from dither.ops import torch_ops as torch_ops
 from dither.ops.reference.scales import power_of_two
 from dither.spec import SWIGLU_CAST
 

@@ -19,7 +19,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from dither.errors import UserError
 from dither.nn import functional
-from dither.ops.reference.sampling import LN2, pow2, to_dtype
 from dither.spec import Cast, LayerPrecision, Sampling
 from dither.spec.bitwidths import safe_bitwidth
 
@@ -313,41 +312,6 @@ def sample_input(
     return result
 
 
-# These are operators, so that compiled code rounds after each operation too.
-@torch.library.custom_op("dither::sample_input", mutates_args=())
-def _sample_input(x: Tensor, b_t: Tensor, draw: Tensor, kind: str, block: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return x_hat [M, K], and the largest magnitude of each block, float32[M, ceil(K / block)]."""
-    rows, columns = x.shape
-    amax = _groups(x.float().abs(), block).amax(dim=2)
-    r = torch.ops.dither.noise(0, draw, rows, columns, 0, 0, kind, "auto")
-    scale = (amax * pow2(1.0 - b_t)).repeat_interleave(block, dim=1)[:, :columns]
-    return to_dtype(torch.where(r == 0, x.float(), x.float() + r * scale), dtype), amax
-
-
-@_sample_input.register_fake
-def _(x: Tensor, b_t: Tensor, draw: Tensor, kind: str, block: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty((x.shape[0], b_t.shape[0]), dtype=torch.float32)
-
-
-@torch.library.custom_op("dither::sample_input_backward", mutates_args=())
-def _sample_input_backward(grad: Tensor, amax: Tensor, b_t: Tensor, draw: Tensor, kind: str, block: int) -> Tensor:
-    """Return the gradient of b_t: -ln 2 * 2^(1 - b_t) * the sum over tokens of max_block|x| * sum_block(dL/dx_hat * R)."""
-    r = torch.ops.dither.noise(0, draw, *grad.shape, 0, 0, kind, "auto")
-    sums = _groups(grad.float() * r, block).sum(dim=2)
-    return (amax * sums).sum(dim=0) * pow2(1.0 - b_t) * -LN2
-
-
-@_sample_input_backward.register_fake
-def _(grad: Tensor, amax: Tensor, b_t: Tensor, draw: Tensor, kind: str, block: int) -> Tensor:
-    return torch.empty_like(b_t)
-
-
-def _groups(x: Tensor, block: int) -> Tensor:
-    """Return x [M, K], padded with zeros, as [M, ceil(K / block), block]."""
-    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % block))
-    return padded.view(x.shape[0], padded.shape[1] // block, block)
-
-
 class _Input(torch.autograd.Function):
     """Noise on the input, with a straight-through gradient of x."""
 
@@ -355,7 +319,7 @@ class _Input(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, bitwidth: Tensor, b_t: Tensor, draw: Tensor, const: SamplingConstants, dtype: torch.dtype
     ) -> Tensor:
-        x_hat, amax = _sample_input(x.reshape(-1, x.shape[-1]), b_t, draw, const.kind, const.block, dtype)
+        x_hat, amax = torch.ops.dither.sample_input(x.reshape(-1, x.shape[-1]), b_t, draw, const.kind, const.block, dtype)
         ctx.save_for_backward(bitwidth, b_t, amax, draw)
         ctx.const, ctx.dtype = const, x.dtype
         result: Tensor = x_hat.view(x.shape)
@@ -368,6 +332,7 @@ class _Input(torch.autograd.Function):
         const: SamplingConstants = ctx.const
         db_i = None
         if ctx.needs_input_grad[1]:
-            db_t = _sample_input_backward(grad.reshape(-1, grad.shape[-1]), amax, b_t, draw, const.kind, const.block)
+            dy_MK = grad.reshape(-1, grad.shape[-1])
+            db_t = torch.ops.dither.sample_input_backward(dy_MK, amax, b_t, draw, const.kind, const.block)
             db_i = _bitwidth_grad(db_t, bitwidth, const)
         return grad.to(ctx.dtype), db_i, None, None, None, None
