@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import checkpoint
 
 from dither.errors import UserError
-from dither.nn.sharded.tensor_parallel import local
+from dither.ops.ranks import local
 from dither.ops.torch_ops import operator
 from dither.spec import LayerPrecision
 

@@ -32,8 +32,8 @@ from dither.nn.sampling import BITWIDTHS, SAMPLED, SamplingConstants, Samplings
 from dither.nn.sharded import tensor_parallel
 from dither.nn.sharded.gather import WeightGather, coded_of
 from dither.nn.sharded.scales import spans_parts
-from dither.nn.sharded.tensor_parallel import local
 from dither.ops import backend, torch_ops
+from dither.ops.ranks import local, sharded_like
 from dither.spec import COMPUTE, OPERANDS, LayerPrecision, MemoryOptions
 from dither.spec.engines import ALIGNMENT, engines_of
 from dither.spec.levels import NO_LEVELS, Levels, levels_of
@@ -683,7 +683,7 @@ class Linear(nn.Linear):
 
     def _sampled_shard(
         self, weight: DTensor, bitwidth: Tensor, draw: Tensor, constants: SamplingConstants, kept: torch.dtype
-    ) -> DTensor:
+    ) -> Tensor:
         """Return the sampled weight as tensor parallelism shards it: cached numbers if there are any, else sampled now."""
         w_hat, amax = self._cached_sample()
         if amax is None:
@@ -694,7 +694,7 @@ class Linear(nn.Linear):
         if uncast:
             assert w_hat is not None
             learner = sampling.with_value(learner, w_hat)
-        return sampling.sharded_like(learner, weight)
+        return sharded_like(weight, learner)
 
     # A step: the weight is sampled and cast once -----------------------------------------------------------------------
     # The first five run for every layer in every step, while the device may be waiting: they avoid torch's look-up of names.
@@ -845,7 +845,7 @@ def _gathered_weight(name: str, weight: Tensor, w_hat: Tensor, x: Tensor) -> Ten
             "autocast as in training, or parallelize with gather='weights'."
         )
     value = sampling.with_value(local(weight), w_hat)
-    return sampling.sharded_like(value, weight) if isinstance(weight, DTensor) else value
+    return sharded_like(weight, value)
 
 
 SLOW = 4.0

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dither.errors import UserError
 from dither.nn import functional
+from dither.ops.ranks import offset_of, sharded_like
 from dither.spec import Cast, LayerPrecision, Sampling
 from dither.spec.bitwidths import safe_bitwidth
 
@@ -118,7 +118,7 @@ def _no_second_derivative() -> None:
 
 
 def sample(
-    weight: Tensor, b_t: Tensor, draw: Tensor, const: SamplingConstants, dtype: torch.dtype, at: tuple[int, int] = (0, 0)
+    weight: Tensor, b_t: Tensor, draw: Tensor, const: SamplingConstants, dtype: torch.dtype, at: tuple[int, ...] = (0, 0)
 ) -> tuple[Tensor, Tensor]:
     """Return w_hat [N, K] in `dtype`, and the largest magnitude per block. `at` is the position of a shard's first element."""
     w_hat, amax = torch.ops.dither.sample(weight.detach(), b_t, 0, draw, *at, const.kind, const.block, dtype, "auto")
@@ -133,7 +133,7 @@ def gradient_of(
     draw: Tensor,
     const: SamplingConstants,
     dtype: torch.dtype,
-    at: tuple[int, int] = (0, 0),
+    at: tuple[int, ...] = (0, 0),
 ) -> Tensor:
     """Return a tensor in the shape of w_hat, without memory, that passes its gradient to the weight and its bitwidths.
 
@@ -154,7 +154,7 @@ class _Sampled(torch.autograd.Function):
         b_t: Tensor,
         amax: Tensor | None,
         draw: Tensor,
-        at: tuple[int, int],
+        at: tuple[int, ...],
         const: SamplingConstants,
         dtype: torch.dtype,
     ) -> Tensor:
@@ -242,7 +242,7 @@ class WeightShard(NamedTuple):
 
     weight: Tensor
     bitwidth: Tensor
-    at: tuple[int, int]
+    at: tuple[int, ...]
 
 
 def shard_of(weight: DTensor, bitwidth: Tensor, const: SamplingConstants, name: str) -> WeightShard:
@@ -258,31 +258,23 @@ def shard_of(weight: DTensor, bitwidth: Tensor, const: SamplingConstants, name: 
             f"{const.block} x {const.block}: shard it at multiples of {const.block}, use a smaller block, or leave "
             "the layer out of the sampling's parts."
         )
-    _, (row, column) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
     if not isinstance(bitwidth, DTensor):
         raise UserError(
             f"The weight of the layer {name!r} is sharded and its bitwidths are not: "
             "convert the model before it is parallelized, so that both are."
         )
     b_i = bitwidth.redistribute(weight.device_mesh, weight.placements).to_local()
-    return WeightShard(weight.to_local(), b_i, (row, column))
+    return WeightShard(weight.to_local(), b_i, offset_of(weight))
 
 
 def sample_sharded(
     weight: DTensor, bitwidth: Tensor, draw: Tensor, const: SamplingConstants, dtype: torch.dtype, name: str
-) -> DTensor:
+) -> Tensor:
     """Return w_hat of a sharded weight, sharded in the same way: every shard draws by its coordinates in the whole weight."""
     part, b_i, at = shard_of(weight, bitwidth, const, name)
     b_t = bitwidths(b_i, const)
     sampled: Tensor = _Sampled.apply(part, b_i, b_t, None, draw, at, const, dtype)  # type: ignore[no-untyped-call]
-    return sharded_like(sampled, weight)
-
-
-def sharded_like(part: Tensor, weight: DTensor) -> DTensor:
-    """Return this rank's part of a tensor in the shape and the placements of `weight`."""
-    return DTensor.from_local(
-        part, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
-    )
+    return sharded_like(weight, sampled)
 
 
 def with_value(learner: Tensor, w_hat: Tensor) -> Tensor:

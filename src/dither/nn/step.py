@@ -19,7 +19,7 @@ from dither.nn.draws import FIRST_COUNTED, batch_rank, fully_sharded
 from dither.nn.linear import Linear
 from dither.nn.sampling import BITWIDTHS, SamplingConstants
 from dither.nn.sharded.gather import cache_shards
-from dither.nn.sharded.tensor_parallel import local
+from dither.ops.ranks import local
 
 B_T = {"bitwidth": "b_t", "input_bitwidth": "input_b_t"}
 """The attributes of a StepCache that have b_t, by the parameter that they follow from."""

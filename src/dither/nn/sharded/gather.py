@@ -19,7 +19,7 @@ from dither.nn import functional, sampling
 from dither.nn.cache import check_unchanged
 from dither.nn.functional import Amax, Casting, Castings, Codes, OperandCodes, State
 from dither.nn.sharded.scales import Groups, RowShard, all_reduce_max, groups_of, in_whole_groups, spans_parts, split_amax
-from dither.nn.sharded.tensor_parallel import local
+from dither.ops.ranks import local
 from dither.ops.reference import packing
 from dither.spec import Cast, groups
 from dither.spec import groups as grouping
@@ -140,7 +140,7 @@ class WeightGather:
     """The codes or samples that one layer gathers in place of its weight."""
 
     def __init__(
-        self, layer: Any, shard: RowShard, group: ProcessGroup, at: tuple[int, int], dtype: torch.dtype | None
+        self, layer: Any, shard: RowShard, group: ProcessGroup, at: tuple[int, ...], dtype: torch.dtype | None
     ) -> None:
         """Prepare to gather the rows of a weight over `group`.
 
