@@ -16,10 +16,11 @@ from dither.models import GPT2, GPT2Config, build, preset
 from dither.models.causal import cross_entropy, output_loss
 from dither.nn import Linear, step_context
 from dither.nn import output_loss as fused
-from dither.nn.output import ALIGNMENT, Output, aligned_linear
+from dither.nn.functional import aligned_linear
+from dither.nn.linear import Output
 from dither.ops.reference import loss, quantize
 from dither.ops.reference import loss as loss_codes
-from dither.ops.reference.loss import IGNORE
+from dither.ops.reference.loss import IGNORE, ROOM
 from dither.train import config as configs
 from dither.train import loop
 
@@ -241,7 +242,7 @@ def test_numbers_and_gradients_are_those_of_a_linear_layer(words, shape):
     found, expected = aligned_linear(x, weight), functional.linear(x, weight)
     rows = found.flatten(0, -2)
     if len(rows) > 1:
-        assert rows.stride() == (-(-words // ALIGNMENT) * ALIGNMENT, 1)
+        assert rows.stride() == (-(-words // ROOM) * ROOM, 1)
     assert torch.equal(found, expected)
     grad = torch.randn(found.shape, generator=generator)
     for mine, theirs in zip(

@@ -8,7 +8,7 @@ import dither
 from dither.models import build, compile_blocks
 from dither.models.causal import cross_entropy, output_loss
 from dither.nn import Linear, step_context
-from dither.nn.output import Output
+from dither.nn.linear import Output
 from dither.ops.reference.loss import largest_gradient
 from dither.ops.triton import loss as kernels
 from dither.ops.triton import loss as loss_codes

@@ -25,6 +25,7 @@ from dither.nn.fused import KeptInputs, product_again
 from dither.nn.sharded import scales
 from dither.ops import INPUT_DTYPES, backend, dequantize_codes, torch_ops
 from dither.ops.backend import assume_constant_result
+from dither.ops.reference.loss import ROOM
 from dither.spec import OPERANDS, Cast, LayerPrecision, MemoryOptions, engines
 from dither.spec.formats import Format
 from dither.spec.levels import NO_LEVELS, Family, Levels
@@ -201,22 +202,8 @@ def make_settings(
         if cast is None:
             return Casting()
         if family is not None:
-            return _by_level(family, level)
-        container = engines.container(cast) if gpu and not emulate else cast.format
-        text, own = str(cast), container == cast.format
-        stored = text if own else str(Cast(container, cast.granularity, cast.scale))
-        kind = cast.scaling.kind
-        return Casting(
-            text,
-            stored,
-            "" if own else container,
-            stochastic=cast.round.kind == "stochastic",
-            delayed=kind == "delayed",
-            whole=kind != "nvfp4",
-            measured=cast.group.kind == "tensor" and kind != "delayed" and cast.element.nan,
-            fusible=own and text in fused.FUSIBLE,
-            square=cast.group.kind in ("tensor", "block") and kind != "nvfp4" and Format.parse(container).bits == 8,
-        )
+            return _casting(family.casts, family.container, level)
+        return _casting((cast,), engines.container(cast) if gpu and not emulate else cast.format)
 
     x, w, dy = (
         Castings(
@@ -231,19 +218,21 @@ def make_settings(
     return Settings(x, w, dy, transposed, emulate, ",".join(verified), memory.save, memory.hold, memory.swiglu)
 
 
-def _by_level(family: Family, level: int) -> Casting:
-    """Return the casting of an operand whose cast is chosen on the device."""
-    first = family.casts[0]
-    stored = Cast(family.container, first.granularity, first.scale)
+def _casting(casts: tuple[Cast, ...], container: str, level: int = -1) -> Casting:
+    """Return the casting of an operand whose codes have the format `container`; `level` chooses between several casts."""
+    first, kind = casts[0], casts[0].scaling.kind
+    text, own = "|".join(map(str, casts)), level < 0 and container == first.format
     return Casting(
-        str(family),
-        str(stored),
-        family.container,
-        stochastic=any(cast.round.kind == "stochastic" for cast in family.casts),
-        whole=True,
-        measured=first.group.kind == "tensor" and all(cast.element.nan for cast in family.casts),
+        text,
+        text if own else str(Cast(container, first.granularity, first.scale)),
+        "" if own else container,
+        stochastic=any(cast.round.kind == "stochastic" for cast in casts),
+        delayed=kind == "delayed",
+        whole=kind != "nvfp4",
+        measured=first.group.kind == "tensor" and kind != "delayed" and all(cast.element.nan for cast in casts),
         level=level,
-        square=first.group.kind in ("tensor", "block") and Format.parse(family.container).bits == 8,
+        fusible=own and text in fused.FUSIBLE,
+        square=first.group.kind in ("tensor", "block") and kind != "nvfp4" and Format.parse(container).bits == 8,
     )
 
 
@@ -485,6 +474,38 @@ def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: boo
     x_MK = x.reshape(-1, x.shape[-1])
     y_MN = x_MK @ weight if bias is None else torch.addmm(bias, x_MK, weight)
     return y_MN.reshape(*x.shape[:-1], weight.shape[1])
+
+
+def aligned_linear(x: Tensor, weight_VD: Tensor) -> Tensor:
+    """Return `functional.linear(x, weight)`, [..., D] to [..., V], in rows that begin at multiples of 64 numbers in memory.
+
+    >>> import torch
+    >>> aligned_linear(torch.ones(2, 3, 8), torch.ones(5, 8)).stride()
+    (192, 64, 1)
+    """
+    result: Tensor = _AlignedLinear.apply(x, weight_VD)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _AlignedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_VD: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight_VD)
+        x_ND, V = x.flatten(0, -2), len(weight_VD)
+        logits_NV = x.new_empty(len(x_ND), -(-V // ROOM) * ROOM)[:, :V]
+        torch.mm(x_ND, weight_VD.T, out=logits_NV)
+        return logits_NV.view(*x.shape[:-1], V)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight_VD = ctx.saved_tensors
+        x_ND, grad_NV = x.flatten(0, -2), grad.flatten(0, -2)
+        needs_x, needs_weight = ctx.needs_input_grad
+        return (
+            (grad_NV @ weight_VD).view(x.shape) if needs_x else None,
+            grad_NV.T @ x_ND if needs_weight else None,
+        )
 
 
 def product(
@@ -825,32 +846,18 @@ def cast_layouts(
             x, casting.cast, amax.given, casting.container, *drawn, "auto", level
         )
     else:
-        return _cast_each(x, casting, amax, drawn, along, across, level)
+        options = (amax.given, casting.container, *drawn, "auto", level)
+        one, other = None, None
+        if along:
+            one = Codes(*torch.ops.dither.quantize(x, casting.cast, 1, *options))
+        if across:
+            values, scale, tensor = torch.ops.dither.quantize(x, casting.cast, 0, *options)
+            other = Codes(values.T, transposed_scale(scale), tensor)
+        return OperandCodes(one, other)
     return OperandCodes(
         Codes(values, scale) if along else None,
         Codes(values_t.T, transposed_scale(scale_t)) if across else None,
     )
-
-
-def _cast_each(
-    x: Tensor,
-    casting: Casting,
-    amax: Amax,
-    drawn: tuple[int, Tensor | None, int, int],
-    along: bool,
-    across: bool,
-    level: Tensor | None,
-) -> OperandCodes:
-    """Cast one layout, or both by a call each."""
-    one, other = None, None
-    if along:
-        one = Codes(*torch.ops.dither.quantize(x, casting.cast, 1, amax.given, casting.container, *drawn, "auto", level))
-    if across:
-        values, scale, tensor = torch.ops.dither.quantize(
-            x, casting.cast, 0, amax.given, casting.container, *drawn, "auto", level
-        )
-        other = Codes(values.T, transposed_scale(scale), tensor)
-    return OperandCodes(one, other)
 
 
 def transposed_scale(scale: Tensor) -> Tensor:

@@ -27,7 +27,6 @@ from dither.nn.delayed import DelayedScales
 from dither.nn.draws import Draws
 from dither.nn.functional import Amax, Codes, OperandCodes, Settings, State, autocast_dtype
 from dither.nn.fused import KeptInputs
-from dither.nn.output import Output
 from dither.nn.sampling import BITWIDTHS, SAMPLED, SamplingConstants, Samplings
 from dither.nn.sharded import tensor_parallel
 from dither.nn.sharded.gather import WeightGather, coded_of
@@ -38,6 +37,38 @@ from dither.spec import COMPUTE, OPERANDS, LayerPrecision, MemoryOptions
 from dither.spec.engines import ALIGNMENT, engines_of
 from dither.spec.levels import NO_LEVELS, Levels, levels_of
 from dither.spec.levels import indices as level_indices
+
+ALIGNED = 8
+"""Matrix units load 16 bytes at a time, 8 numbers of 16 bits. Rows with another alignment need slower kernels."""
+
+
+class Output(nn.Linear):
+    """`nn.Linear` without a bias that pads rows of logits in memory, so that products are fast with any vocabulary size.
+
+    GPT-2 has a vocabulary of 50,257. Rows of that many 16-bit numbers are not aligned as matrix units need them, in the
+    forward product and in the two products of the gradients. Here each row is followed by padding on a GPU. The numbers are the
+    same.
+
+    >>> import torch
+    >>> Output(8, 5)(torch.randn(2, 8)).shape
+    torch.Size([2, 5])
+    """
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map [..., in_features] to [..., out_features]."""
+        alone = type(input) is Tensor and type(self.weight) in (Tensor, nn.Parameter)  # a DTensor has products of its own
+        # Inductor pads products itself.
+        if torch.compiler.is_compiling() or not alone or not input.is_cuda or input.dim() < 2:
+            return super().forward(input)
+        dtype = autocast_dtype(input) or input.dtype
+        if self.out_features % ALIGNED == 0 or dtype not in (torch.bfloat16, torch.float16):
+            return super().forward(input)
+        with torch.autocast("cuda", enabled=False):
+            return functional.aligned_linear(input.to(dtype), self.weight.to(dtype))
+
 
 PLAIN = (nn.Linear.forward, Output.forward)
 """Forward methods of the layers that Linear can take the place of."""
@@ -749,7 +780,8 @@ class Linear(nn.Linear):
         if not settings.weight.cast:
             return
         if self.gather is not None:
-            settings = tensor_parallel.shard_at(settings, "weight", *self.gather.at)
+            row, column = self.gather.at
+            settings = tensor_parallel.shard_at(settings, "weight", row, column)
         elif isinstance(self.weight, DTensor):
             settings = tensor_parallel.weight_settings(self.name, self.weight, settings)
         state = State(

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from dither.nn import experts
 from dither.nn.experts import ExpertLinear, ExpertsLinear
 from dither.nn.layers import Conv1D, replace_module
-from dither.nn.linear import Linear
-from dither.nn.output import Output
+from dither.nn.linear import Linear, Output
 from dither.ops import INPUT_DTYPES
 from dither.spec import LayerPrecision
 

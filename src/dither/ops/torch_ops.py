@@ -43,7 +43,11 @@ def _container(name: str, cast: Cast) -> Format:
 LIBRARY = torch.library.Library("dither", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-def operator(fake: Callable[..., Any], *, mutates: tuple[str, ...] = (), tags: Any = torch.Tag.pt2_compliant_tag) -> Any:
+Register = Callable[[Callable[..., Any]], Any]
+"""A decorator that registers a function as an operator, and returns the operator."""
+
+
+def operator(fake: Callable[..., Any], *, mutates: tuple[str, ...] = (), tags: Any = torch.Tag.pt2_compliant_tag) -> Register:
     """Return a decorator that registers a function `_NAME_op` without a gradient as `torch.ops.dither.NAME`.
 
     `fake` returns empty results for tensors without data, from those arguments of the operator that it names. The operator
@@ -61,7 +65,7 @@ def operator(fake: Callable[..., Any], *, mutates: tuple[str, ...] = (), tags: A
     return register
 
 
-def custom_operator(fake: Callable[..., Any]) -> Any:
+def custom_operator(fake: Callable[..., Any]) -> Register:
     """Do the same by torch.library.custom_op: backward through the operator runs its formula, or raises without one."""
 
     def register(function: Callable[..., Any]) -> Any:

@@ -99,7 +99,7 @@ def backward(logits_NV: Tensor, targets_N: Tensor, parts_2N: Tensor, weights_N: 
 
 
 def gradients_like(logits_NV: Tensor) -> Tensor:
-    """Return an empty tensor for the gradients, with the padding of the logits' rows (see `dither.nn.output`) or none."""
+    """Return an empty tensor for the gradients, with the padding of the logits' rows (see `aligned_linear`) or none."""
     N, V = logits_NV.shape
     stride = logits_NV.stride(0)
     padded = logits_NV.stride(1) == 1 and V <= stride < V + ROOM
