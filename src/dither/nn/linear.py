@@ -14,7 +14,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -164,6 +164,8 @@ class Linear(nn.Linear):
     {'forward': 'fp32', 'input_grad': 'fp32', 'weight_grad': 'fp32'}
     """
 
+    KEPT_DTYPES: ClassVar[tuple[str, ...]] = BUFFERS
+    """Buffers whose dtypes do not change when the layer is converted to another dtype."""
     # Registered tensors, or None where the precision asks for none; those of delayed scaling are in `dither.nn.delayed`.
     bitwidth: nn.Parameter | None
     """b_i, float32, one per block of the weight as it is stored."""
@@ -252,8 +254,9 @@ class Linear(nn.Linear):
         transposed = not isinstance(module, nn.Linear)
         if isinstance(module, Linear):
             raise UserError(f"The layer {name!r} is a dither.Linear already: change it with set_precision.")
-        taken = getattr(module, "nf", None) == weight.shape[1] if transposed and _is_matrix(weight) else not transposed
-        if not taken or not _is_matrix(weight) or (not transposed and type(module).forward not in PLAIN):
+        known = isinstance(weight, nn.Parameter) and weight.dim() == 2
+        known = known and (getattr(module, "nf", None) == weight.shape[1] if transposed else type(module).forward in PLAIN)
+        if not known:
             raise UserError(
                 f"The layer {name!r} is a {type(module).__name__}; dither.Linear takes the place of nn.Linear and of Conv1D."
             )
@@ -306,16 +309,6 @@ class Linear(nn.Linear):
     def precision(self) -> LayerPrecision:
         """The precision in force. Compiled code does not read it: it may change while the program stays the same."""
         return self.choice.running
-
-    @property
-    def planned(self) -> LayerPrecision:
-        """The precision of the plan."""
-        return self.choice.planned
-
-    @property
-    def compute(self) -> Literal["fp32", "bf16", "fp16"]:
-        """The dtype of the plan's uncast operations."""
-        return self.choice.compute
 
     def set_precision(self, precision: LayerPrecision, *, others: Iterable[LayerPrecision] = ()) -> None:
         """Change how operands are cast and sampled from the next call on: see `choose`."""
@@ -463,7 +456,7 @@ class Linear(nn.Linear):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move the layer. Magnitudes and bitwidths stay float32; what the step caches is dropped."""
-        kept = {name: buffer for name in BUFFERS if (buffer := self._buffers[name]) is not None}
+        kept = {name: buffer for name in self.KEPT_DTYPES if (buffer := self._buffers[name]) is not None}
         self.cache = StepCache(active=self.cache.active)
         bitwidths = [bitwidth for name in BITWIDTHS if (bitwidth := self._parameters[name]) is not None]
         bitwidths += [bitwidth.grad for bitwidth in bitwidths if bitwidth.grad is not None]  # type: ignore[misc]
@@ -692,7 +685,7 @@ class Linear(nn.Linear):
                 known = _with_sample(self.name, state, w_hat, constants)
                 return functional.linear(x, learner, self.bias, settings, state=known)
             bias = self.bias if dtype is None or self.bias is None else self.bias.to(dtype)
-            redo = sampling.Redo(weight, b_t, draw, constants) if constants.recompute else None
+            redo = (weight, b_t, draw, constants) if constants.recompute else None
             return sampling.linear(x if dtype is None else x.to(dtype), learner, bias, w_hat, redo, transposed=self.transposed)
         learner = sampling.gradient_of(weight, bitwidth, b_t, amax, draw, constants, weight.dtype)
         if state.weight is None:
@@ -853,10 +846,6 @@ class Linear(nn.Linear):
 def rows_of(x: Tensor) -> int:
     """Return the number of rows of x [..., K], viewed as a matrix."""
     return x.numel() // x.shape[-1] if x.shape[-1] else x.shape[:-1].numel()
-
-
-def _is_matrix(weight: object) -> bool:
-    return isinstance(weight, nn.Parameter) and weight.dim() == 2
 
 
 def _with_sample(name: str, state: State, w_hat: Tensor, constants: SamplingConstants) -> State:

@@ -179,13 +179,8 @@ class _Sampled(torch.autograd.Function):
         return dw, _bitwidth_grad(db_t, bitwidth, const), *[None] * 6
 
 
-class Redo(NamedTuple):
-    """The arguments for sampling a weight again."""
-
-    weight: Tensor
-    b_t: Tensor
-    draw: Tensor
-    const: SamplingConstants
+Redo = tuple[Tensor, Tensor, Tensor, SamplingConstants]
+"""Weight, bitwidths, draw and constants, by which a weight is sampled again."""
 
 
 def linear(
@@ -237,16 +232,8 @@ class _Linear(torch.autograd.Function):
         return dx, dw, dbias, *[None] * 6
 
 
-class WeightShard(NamedTuple):
-    """This rank's part of a sharded weight, its bitwidths, and the position of its first element in the whole weight."""
-
-    weight: Tensor
-    bitwidth: Tensor
-    at: tuple[int, ...]
-
-
-def shard_of(weight: DTensor, bitwidth: Tensor, const: SamplingConstants, name: str) -> WeightShard:
-    """Return this rank's part of a weight. Raise if a shard boundary splits a block."""
+def shard_of(weight: DTensor, bitwidth: Tensor, const: SamplingConstants, name: str) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """Return this rank's part of a weight, its bitwidths, and where it begins in the whole; raise if shards split a block."""
     # Check all shards and not only the local one, so that every rank raises.
     parts = list(weight.shape)
     for dimension, placement in enumerate(weight.placements):
@@ -264,7 +251,7 @@ def shard_of(weight: DTensor, bitwidth: Tensor, const: SamplingConstants, name: 
             "convert the model before it is parallelized, so that both are."
         )
     b_i = bitwidth.redistribute(weight.device_mesh, weight.placements).to_local()
-    return WeightShard(weight.to_local(), b_i, offset_of(weight))
+    return weight.to_local(), b_i, offset_of(weight)
 
 
 def sample_sharded(

@@ -182,10 +182,10 @@ class DitherConverter(QuantizationConverter):  # type: ignore[misc]
             kept["param_init"] = {**old.param_init, **dict.fromkeys(BITWIDTHS, nn.init.ones_)}
         return DitherLinear.Config(
             **kept,
-            precision=layer.planned,
+            precision=layer.choice.planned,
             name=name,
             seed=layer.seed,
-            compute=layer.compute,
+            compute=layer.choice.compute,
             parameters=self.plan.parameters,
             fallback=self.config.fallback,
             emulate=layer.emulate,
