@@ -121,8 +121,8 @@ def install(module: Any, parameter: str, layer: ExpertsLinear) -> None:
 def experts_forward(self: Any, x_TH: Tensor, expert_Tk: Tensor, share_Tk: Tensor) -> Tensor:
     """Return the output of a module of experts [T, H]: for each token, the weighted sum of the outputs of its k experts.
 
-    `expert_Tk` are the experts of each token, and `share_Tk` the weights of their outputs. Experts run one after the other, each
-    on its tokens. The number of tokens per expert depends on the data, so the host synchronizes with the device.
+    `expert_Tk` are the experts of each token, `share_Tk` the weights of their outputs. Experts run one after the other, each on
+    its tokens. The number of tokens per expert depends on the data, so the host synchronizes with the device.
     """
     tokens, k = expert_Tk.shape
     if not tokens:
