@@ -33,10 +33,12 @@ from dither.nn.sharded.gather import WeightGather, coded_of
 from dither.nn.sharded.scales import spans_parts
 from dither.ops import backend, torch_ops
 from dither.ops.ranks import local, sharded_like
+from dither.ops.storage import DTYPES
 from dither.spec import COMPUTE, OPERANDS, LayerPrecision, MemoryOptions
 from dither.spec.engines import ALIGNMENT, engines_of
 from dither.spec.levels import NO_LEVELS, Levels, levels_of
 from dither.spec.levels import indices as level_indices
+from dither.spec.plan import Compute
 
 ALIGNED = 8
 """Matrix units load 16 bytes at a time, 8 numbers of 16 bits. Rows with another alignment need slower kernels."""
@@ -78,22 +80,22 @@ BUFFERS = ("draw_place", "draw_keys", "levels", *delayed.BUFFERS)
 
 
 class Choice(NamedTuple):
-    """What a plan chose for a layer, and what runs."""
+    """The precision that a plan chose for a layer, and the one that runs."""
 
     planned: LayerPrecision = LayerPrecision()
     """The precision of the plan, also where a fallback replaces it."""
     running: LayerPrecision = LayerPrecision()
     """The precision in force."""
-    compute: Literal["fp32", "bf16", "fp16"] = "fp32"
+    compute: Compute = "fp32"
     """The dtype in which a step caches a sampled weight: that of autocast, or "fp32" for the weight's own."""
     fallback: Literal["error", "bf16", "emulate"] = "error"
-    """What conversion does if no matrix units take the precision."""
+    """Treatment of a precision that no matrix units take."""
     emulates: bool = False
     """True if dequantized numbers are multiplied in float32 because of the fallback."""
 
 
 class Program(NamedTuple):
-    """What follows from a choice, as constants of compiled code: layers of one size and one program share a graph."""
+    """The consequences of a choice, as constants of compiled code: layers of one size and one program share a graph."""
 
     settings: tuple[Settings, Settings]
     """The casts of the products, on a CPU and on a GPU."""
@@ -220,7 +222,7 @@ class Linear(nn.Linear):
         name: str = "",
         seed: int = 0,
         emulate: bool = False,
-        compute: Literal["fp32", "bf16", "fp16"] = "fp32",
+        compute: Compute = "fp32",
         verified: Sequence[str] = (),
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
@@ -626,7 +628,7 @@ class Linear(nn.Linear):
 
     def sample_dtype(self) -> torch.dtype:
         """Return the dtype in which a step caches a weight that is sampled and not cast."""
-        return sampling.AUTOCAST.get(self.program.compute, self.weight.dtype)
+        return self.weight.dtype if self.program.compute == "fp32" else DTYPES[self.program.compute]
 
     def in_float32(self, name: str, bitwidth: Tensor) -> Tensor:
         """Return the bitwidth as the forward pass reads it."""

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from dither.errors import UserError
 from dither.nn import functional
 from dither.ops.ranks import offset_of, sharded_like
-from dither.spec import Cast, LayerPrecision, Sampling
+from dither.ops.storage import DTYPES
+from dither.spec import COMPUTE, Cast, LayerPrecision, Sampling
 from dither.spec.bitwidths import safe_bitwidth
 
 BITWIDTHS = {"bitwidth": "sampling", "input_bitwidth": "input_sampling"}
@@ -28,11 +29,8 @@ BITWIDTHS = {"bitwidth": "sampling", "input_bitwidth": "input_sampling"}
 SAMPLED = {"sampling": "weight", "input_sampling": "input"}
 """The operand of each sampling of a LayerPrecision."""
 
-FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+FORMATS = {DTYPES[name]: name for name in COMPUTE}
 """Names of the dtypes of sampled numbers."""
-
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""The dtype of autocast for a plan's `compute`. Without autocast a weight keeps its own dtype."""
 
 
 class SamplingConstants(NamedTuple):

@@ -86,12 +86,10 @@ def parallelize(
     """
     if not isinstance(model, nn.Module):
         raise UserError(f"parallelize takes a torch.nn.Module, not {model!r}.")
-    if checkpointing not in CHECKPOINTING:
-        raise UserError(f"checkpointing is one of {', '.join(map(repr, CHECKPOINTING))}, not {checkpointing!r}.")
-    if gather not in GATHERS:
-        raise UserError(f"gather is one of {', '.join(map(repr, GATHERS))}, not {gather!r}.")
-    if reduce not in REDUCTIONS:
-        raise UserError(f"reduce is one of {', '.join(map(repr, REDUCTIONS))}, not {reduce!r}.")
+    chosen = {"checkpointing": (checkpointing, CHECKPOINTING), "gather": (gather, GATHERS), "reduce": (reduce, REDUCTIONS)}
+    for name, (value, choices) in chosen.items():
+        if value not in choices:
+            raise UserError(f"{name} is one of {', '.join(map(repr, choices))}, not {value!r}.")
     layout = Layout.of(mesh)
     check_model(model, tp=layout.tp)
     if layout.tp > 1:

@@ -141,9 +141,6 @@ class Cast:
         return " ".join([self.format, *scaled, self.rounding])
 
 
-FIELDS = ("format", "granularity", "scale", "rounding")
-"""The fields that define a cast; the others are derived."""
-
 EXAMPLES = {"granularity": "tile(128)", "scale": "fp32", "rounding": "nearest", "cast": "e4m3 tile(128) fp32 nearest"}
 
 NAMED_CASTS = {

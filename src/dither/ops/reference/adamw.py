@@ -37,6 +37,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dither.ops import storage
 from dither.ops.reference import philox, rounding, state_maps
 from dither.ops.reference import scales as scaling
 from dither.spec import Rounding, Scale
@@ -113,7 +114,7 @@ def wide_weight(weight: Tensor, state: Mapping[str, Tensor]) -> Tensor:
     return weight.float() + state["remainder"].float() if "remainder" in state else weight.float()
 
 
-FORMATS = {torch.float32: TABLE["fp32"], torch.bfloat16: TABLE["bf16"], torch.float16: TABLE["fp16"]}
+FORMATS = {storage.DTYPES[name]: TABLE[name] for name in ("fp32", "bf16", "fp16")}
 
 
 @dataclass(frozen=True)
