@@ -19,9 +19,10 @@ from dither.nn.sharded.gather import CodedShard, WeightGather, gather_problem
 from dither.nn.sharded.scales import RowShard
 from dither.ops.ranks import local, offset_of, sharded_like
 from dither.parallel.layout import Layout
-from dither.parallel.reduction import REDUCTIONS, BFloat16ReduceScatter, OneRankReduceScatter
+from dither.parallel.reduction import BFloat16ReduceScatter, OneRankReduceScatter
 from dither.parallel.roles import check_model, is_transformers, roles
 from dither.parallel.styles import Style
+from dither.spec.modes import GRADIENTS
 from dither.spec.random import Stream
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -86,7 +87,7 @@ def parallelize(
     """
     if not isinstance(model, nn.Module):
         raise UserError(f"parallelize takes a torch.nn.Module, not {model!r}.")
-    chosen = {"checkpointing": (checkpointing, CHECKPOINTING), "gather": (gather, GATHERS), "reduce": (reduce, REDUCTIONS)}
+    chosen = {"checkpointing": (checkpointing, CHECKPOINTING), "gather": (gather, GATHERS), "reduce": (reduce, GRADIENTS)}
     for name, (value, choices) in chosen.items():
         if value not in choices:
             raise UserError(f"{name} is one of {', '.join(map(repr, choices))}, not {value!r}.")
