@@ -28,11 +28,10 @@ from dither.errors import PerformanceWarning, UserError
 from dither.nn.bitwidths import sampling_parameters, watch_guidance
 from dither.nn.experts import ExpertsLinear
 from dither.nn.layers import adopt_gated, check_gated
-from dither.nn.linear import Choice
+from dither.nn.linear import Choice, Fallback
 from dither.nn.norms import cast_parameters, wide_parameters
 from dither.nn.sites import (
     FALLBACKS,
-    Fallback,
     Layer,
     Site,
     converted_layers,

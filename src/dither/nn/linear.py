@@ -79,6 +79,9 @@ BUFFERS = ("draw_place", "draw_keys", "levels", *delayed.BUFFERS)
 """Buffers of what the layer remembers from step to step, where its precision asks for them."""
 
 
+Fallback = Literal["error", "bf16", "emulate"]
+
+
 class Choice(NamedTuple):
     """The precision that a plan chose for a layer, and the one that runs."""
 
@@ -88,7 +91,7 @@ class Choice(NamedTuple):
     """The precision in force."""
     compute: Compute = "fp32"
     """The dtype in which a step caches a sampled weight: that of autocast, or "fp32" for the weight's own."""
-    fallback: Literal["error", "bf16", "emulate"] = "error"
+    fallback: Fallback = "error"
     """Treatment of a precision that no matrix units take."""
     emulates: bool = False
     """True if dequantized numbers are multiplied in float32 because of the fallback."""

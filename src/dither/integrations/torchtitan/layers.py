@@ -17,9 +17,9 @@ from torchtitan.tools.logging import logger
 
 from dither.errors import UserError
 from dither.nn.convert import convert
-from dither.nn.linear import BUFFERS, Linear
+from dither.nn.linear import BUFFERS, Fallback, Linear
 from dither.nn.sampling import BITWIDTHS
-from dither.nn.sites import Fallback, converted_layers
+from dither.nn.sites import converted_layers
 from dither.spec import LayerPrecision, Plan
 from dither.spec.recipes import recipe
 
