@@ -19,12 +19,12 @@ import dither
 from dither import Cast, Stream
 from dither.ops.reference import adamw as masters
 from dither.ops.reference.adamw import Piece, zero_state
-from dither.ops.reference.sampling import DTYPES, NOISES
+from dither.ops.reference.sampling import DTYPES
 from dither.ops.triton import adamw, levels, loss, matmul, philox, quantize, rounding, sampling, scales
 from dither.ops.triton import loss as loss_codes
 from dither.ops.triton import quantize as transposing
 from dither.ops.triton.quantize_128 import CASTS as IN_SQUARES
-from dither.spec import Rounding
+from dither.spec import NOISES, Rounding
 from dither.spec.formats import Format
 from dither.spec.optimizer import Update
 from dither.spec.random import Draw

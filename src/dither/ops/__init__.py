@@ -15,7 +15,7 @@ from dither.ops.backend import assume_constant_result
 from dither.ops.reference import sampling
 from dither.ops.reference import scales as scaling
 from dither.ops.torch_ops import check_finite
-from dither.spec import Cast, groups
+from dither.spec import NOISES, Cast, groups
 from dither.spec.formats import Format
 from dither.spec.random import Draw, check_backend, matrix_size
 from dither.spec.random import Stream as Stream
@@ -425,8 +425,8 @@ def _prepare(
 
 
 def _check_noise(kind: str) -> None:
-    if kind not in sampling.NOISES:
-        raise UserError(f"There is no noise {kind!r}: choose one of {', '.join(sampling.NOISES)}.")
+    if kind not in NOISES:
+        raise UserError(f"There is no noise {kind!r}: choose one of {', '.join(NOISES)}.")
 
 
 def _stream(stream: Stream, caller: str) -> Stream:
