@@ -15,7 +15,7 @@ from dither.errors import UserError
 from dither.nn.experts import ExpertLinear
 from dither.nn.functional import autocast_dtype
 from dither.nn.linear import Linear
-from dither.nn.untouched import untouched
+from dither.nn.step import untouched
 from dither.numerics.counts import (
     COUNTS,
     EXPONENTS,

@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
 from dither.nn.linear import Linear
-from dither.nn.step import StepContext, step_context
-from dither.nn.untouched import reshard, untouched
+from dither.nn.step import StepContext, reshard, step_context, untouched
 from dither.ops.ranks import Shard, as_matrix, gather, local, reduce_shards, shards, spread_over
 from dither.snip.statistics import Collector, Statistics, is_fully_sharded, is_tensor_parallel, layers_of
 from dither.snip.update_rules import UpdateRule, update_rules_of

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dither.errors import DitherError, UserError
 from dither.nn import step_context
-from dither.nn.untouched import untouched
+from dither.nn.step import untouched
 from dither.ops.ranks import local
 from dither.settings import values
 from dither.train.config import Config
