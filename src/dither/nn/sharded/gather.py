@@ -519,9 +519,9 @@ class CodedShard(Tensor):
         if gather.cached_by_layer:
             return self._own_memory(out)
         old = coded_of(out)
+        inner: list[Tensor] = []
         if gather.alone:
-            tensors, inner = received(gather, gather.local_inputs, None)[0], []
-            gather.local_inputs = ()
+            tensors, gather.local_inputs = received(gather, gather.local_inputs, None)[0], ()
         else:
             tensors, inner = received(gather, gathered, old)
         if old is not None:
