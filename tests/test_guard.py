@@ -14,7 +14,8 @@ from worlds import forked
 
 from dither import UserError
 from dither.train.config import Policy
-from dither.train.guard import Decision, Guard, Interrupted, Signals, first_nonfinite
+from dither.train.guard import Decision, Guard, Interrupted, Signals
+from dither.train.passes import first_nonfinite
 from dither.train.run_folder import Status
 
 NAN, INF = math.nan, math.inf

@@ -12,14 +12,13 @@ from torch import nn
 from dither.data import Tokenizer
 from dither.data.chat import SIMPLE
 from dither.errors import UserError
-from dither.evaluate.deployment import deploy
+from dither.evaluate.deployment import deploy, parse_cast
 from dither.exporting.sources import Source
 from dither.models.causal import CausalLM
 from dither.models.generation import generate
 from dither.nn.convert import convert
 from dither.spec import LayerPrecision, Plan
 from dither.spec.recipes import recipe
-from dither.train.evaluation import parse_cast
 
 
 @dataclass(frozen=True)

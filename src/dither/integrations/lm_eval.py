@@ -25,10 +25,10 @@ from dither.data import Tokenizer
 from dither.errors import UserError
 from dither.evaluate.held_out import TaskScore
 from dither.evaluate.likelihood import log_likelihoods
+from dither.evaluate.variants import Score, Subject
 from dither.exporting.sampling_text import prepare, tokenizer_of
 from dither.exporting.sources import opened
 from dither.models import CausalLM, generate
-from dither.train.evaluation import Score, Subject
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -463,7 +463,7 @@ def _scores_of(name: str, found: Any) -> Iterator[TaskScore]:
 
 
 def scorer(tasks: Tasks, folder: Path, longest: int | None = None, stage: Stage | None = None) -> Score:
-    """Return a function that scores models on tasks, as `dither.train.evaluation.run` takes it.
+    """Return a function that scores models on tasks, as `dither.evaluate.variants.evaluate` takes it.
 
     Args:
         tasks: The tasks, which are loaded once.
