@@ -58,8 +58,9 @@ def export(
         device: auto (cuda if available), cpu, cuda, or cuda:N.
         json: Print the record as JSON.
     """
+    from dither.evaluate.deployment import SLACK
     from dither.exporting.adapters import export_adapters
-    from dither.exporting.folder import SLACK, ExportOptions, check_target, export_in_stages
+    from dither.exporting.folder import ExportOptions, check_target, export_in_stages
     from dither.exporting.formats import AUTO, GGUF_NAMES, check_format
     from dither.exporting.record import require
     from dither.exporting.sources import deployment_plan, opened

@@ -17,7 +17,7 @@ from dither.data import Corpus, Tokenizer, load_tokenizer
 from dither.data.corpus import Once, here, open_corpus, open_text
 from dither.data.settings import Data
 from dither.errors import UserError
-from dither.evaluate.deployment import Deployment, deploy, parse_cast, plan_from_bitwidths
+from dither.evaluate.deployment import SLACK, Deployment, deploy, parse_cast, plan_from_bitwidths
 from dither.evaluate.estimates import Estimate, paired
 from dither.evaluate.held_out import Perplexity, TaskScore, evaluating, perplexity, replaced
 from dither.models import CausalLM
@@ -31,9 +31,6 @@ from dither.spec.recipes import recipe
 
 LEARNED = "learned"
 """The cast of each sampled layer to the narrowest format that carries its learned bitwidths."""
-
-SLACK = 0.05
-"""Bits by which learned bitwidths may exceed the capacity of a format, as in `dither export --format auto`."""
 
 SEQUENCE = 1024
 """Tokens per sequence for a Hugging Face model."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dither.console import Stage, silent
 from dither.errors import UserError
-from dither.evaluate.deployment import Evaluate, plan_from_bitwidths
+from dither.evaluate.deployment import SLACK, Evaluate, plan_from_bitwidths
 from dither.evaluate.held_out import evaluating
 from dither.exporting.formats import AUTO, DENSE, FORMATS, check_format, format_of
 from dither.exporting.gguf import GGUF, read_gguf, write_new_file
@@ -90,9 +90,6 @@ CHECKING = "Loading the result with transformers and comparing logits"
 """The title of the stage of `check`."""
 
 RECORD, CARD = "dither_export.json", "README.md"
-
-SLACK = 0.05
-"""Bits by which learned bitwidths may exceed the capacity of a format: guidance does not quite reach its target."""
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 

@@ -18,9 +18,8 @@ from dither.console import Stage, silent
 from dither.data import Corpus, Tokenizer, load_tokenizer
 from dither.data.corpus import open_corpus, open_text
 from dither.errors import UserError
-from dither.evaluate.deployment import Evaluate, plan_from_bitwidths
+from dither.evaluate.deployment import SLACK, Evaluate, plan_from_bitwidths
 from dither.evaluate.held_out import perplexity
-from dither.exporting.folder import SLACK
 from dither.exporting.tokenizer_files import AnyTokenizer
 from dither.models import CausalLM
 from dither.models.lora import merged_model
