@@ -81,13 +81,6 @@ def test_overflows_do_not_count_as_steps_skipped_for_nan():
     assert found == ["skip", "go"] * 10 + ["stop"]  # ten for NaN, as without the overflows
 
 
-def test_a_state_of_an_earlier_version():
-    earlier = {"skips": 2, "rollbacks": 1, "in_a_row": 0, "losses": [3.0], "outliers": [False]}
-    guard = Guard()
-    guard.restore(earlier)
-    assert guard.state() == {**earlier, "overflows": 0, "skipped": [], "overflowed": []}
-
-
 def test_the_first_tensor_is_named():
     good, bad = torch.ones(3), torch.tensor([1.0, -INF])
     assert first_nonfinite([("a", good), ("none", None), ("b", bad), ("c", bad)]) == "b"

@@ -68,7 +68,9 @@ class RunLock:
         """
         while True:
             try:
-                _ = self.folder.mkdir(parents=True, exist_ok=True) if create else self.folder.stat()
+                if create:
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                self.folder.stat()
                 if self.path.exists() and not self.path.is_file():
                     raise UserError(f"{str(self.path)!r} is not a regular file: remove it.")
                 killed = holder(self.folder)

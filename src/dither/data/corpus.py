@@ -20,10 +20,10 @@ from dither.errors import UserError
 class Once(Protocol):
     """A function that does work on one rank, or on one rank per machine, while the others wait."""
 
-    def __call__(self, work: Callable[[threading.Event], None], *, per_machine: bool = False) -> None: ...
+    def __call__(self, work: Callable[[threading.Event], object], *, per_machine: bool = False) -> None: ...
 
 
-def here(work: Callable[[threading.Event], None], *, per_machine: bool = False) -> None:
+def here(work: Callable[[threading.Event], object], *, per_machine: bool = False) -> None:
     """Do work in a process that has no other ranks."""
     work(threading.Event())
 
@@ -54,7 +54,7 @@ def open_corpus(
     if not prepared:
         once(tokenize)
     place = Path(sources[0]) if prepared else own
-    once(lambda stop: open_tokens(place, say=say, stop=stop) and None, per_machine=True)
+    once(lambda stop: open_tokens(place, say=say, stop=stop), per_machine=True)
     corpus = open_tokens(place, verify=False)
     if not prepared and corpus.sources != sources:
         raise UserError(

@@ -365,7 +365,7 @@ class Ranks:
         local = os.environ.get("LOCAL_RANK", "") if self.world > 1 else ""
         return int(local) == 0 if local.isdecimal() else self.main
 
-    def once(self, work: Callable[[threading.Event], None], *, per_machine: bool = False) -> None:
+    def once(self, work: Callable[[threading.Event], object], *, per_machine: bool = False) -> None:
         """Do work on rank 0, or on one rank per machine, and return on every rank when it is done; if it fails, all raise.
 
         It runs in a thread while the ranks exchange signs of life. This keeps signals working, too: the package tokenizers may
