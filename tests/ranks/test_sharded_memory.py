@@ -25,7 +25,7 @@ from dither.checkpoint import SavedTensors, Saver, pack, unpack
 from dither.data import open_corpus, open_tokens
 from dither.data.settings import TOKENS
 from dither.models import PRESETS, LlamaConfig
-from dither.nn.sharded.tensor_parallel import local
+from dither.ops.ranks import local
 from dither.train import Config
 from dither.train import config as configs
 from dither.train.config import dumps

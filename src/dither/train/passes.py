@@ -12,8 +12,8 @@ from dither.data import Batch
 from dither.errors import UserError
 from dither.models import CausalLM
 from dither.nn import GraphedPasses, Linear, step_context
-from dither.nn.sharded.tensor_parallel import local
-from dither.nn.untouched import untouched
+from dither.nn.step import untouched
+from dither.ops.ranks import local
 from dither.optim import Training
 from dither.train.layout import RankLayout
 from dither.train.pipeline import Pipeline
