@@ -14,7 +14,7 @@ from torch import nn
 import dither
 from dither import BitwidthLoss, Plan, Sampling, UserError, WeightDecay, cli, recipe
 from dither.models import PRESETS
-from dither.models.settings import Model
+from dither.models.sizes import Model
 from dither.optim import MODES
 from dither.settings import toml, types_of, value_at
 from dither.snip import Snip, SnipSettings

@@ -242,6 +242,28 @@ def test_hugging_face_datasets_are_streamed_by_name_split_and_field(monkeypatch)
     one_sentence(error)
 
 
+def test_a_dataset_that_save_to_disk_wrote_is_read_row_by_row(tmp_path):
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"text": ["one", " ", "two"], "body": ["a", "b", "c"]})
+    rows.save_to_disk(tmp_path / "saved")
+    assert [document.text for document in data.documents(tmp_path / "saved")] == ["one", "two"]
+    assert [document.text for document in data.documents(tmp_path / "saved", field="body")] == ["a", "b", "c"]
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "splits")
+    for folder, field, words in (
+        ("saved", "x", "There is no column 'x'.*: it has text, body"),
+        ("splits", "text", "/train', "),
+    ):
+        with pytest.raises(UserError, match=words) as error:
+            data.documents(tmp_path / folder, field=field)
+        one_sentence(error)
+    (tmp_path / "a.txt").write_text("three")
+    left = []
+    found = data.documents(tmp_path, skip=lambda where, why: left.append((Path(where).name, why)))
+    assert [document.text for document in found] == ["three"]
+    assert sorted(left) == [("saved", "a saved dataset"), ("splits", "a saved dataset")]
+
+
 @pytest.mark.parametrize(
     ("name", "raw", "words"),
     [

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import nn
 
 from dither.errors import UserError
-from dither.models import gpt, gpt2, gpt_neo, llama
+from dither.models import gpt, llama
 from dither.models.causal import CausalLM, PlainLM
 from dither.models.transformers_models import HuggingFace
 from dither.nn.linear import Linear
@@ -90,9 +90,9 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Role]]:
         yield from (("input_layernorm", norm), ("post_attention_layernorm", norm))
     elif isinstance(module, llama.Backbone):
         yield from (("embed_tokens", Role("embedding")), ("norm", norm))
-    elif isinstance(module, gpt2.Attention):
+    elif isinstance(module, gpt.GPT2Attention):
         yield from (("", Role("input")), ("c_attn", Role("column", parts=3)), ("c_proj", row))
-    elif isinstance(module, gpt_neo.SelfAttention):
+    elif isinstance(module, gpt.GPTNeoSelfAttention):
         yield from (("", Role("input")), ("q_proj", column), ("k_proj", column), ("v_proj", column), ("out_proj", row))
     elif isinstance(module, gpt.MLP):
         yield from (("", Role("input")), ("c_fc", column), ("c_proj", row))

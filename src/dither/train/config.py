@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 from dither.errors import UserError
 from dither.files import Refused, read_text
-from dither.models.settings import Lora, Model
+from dither.models.sizes import Lora, Model
 from dither.settings import AtLeast, Count, Field, Interval, OneOf, Seed, Share, Within, check, fields_of, from_table, parse
 from dither.settings import dumps as dumps
 from dither.settings import override as override
