@@ -148,7 +148,7 @@ def _export_gguf(
             record = _with_losses(record, stored, after, evaluate)
         if check:
             with stage(CHECKING):
-                record = replace(record, check=check_logits(partial, after, stored.vocab_size))
+                record = replace(record, check=check_logits(partial, after, stored.vocab_size, model.described))
         sync(partial)
         os.rename(partial, path)
         sync(path.absolute().parent)
@@ -175,10 +175,14 @@ def dequantized(
         choices: The formats of layers whose inputs are cast, as engines do.
     """
     model, own = unconverted(stored.model), stored.model.state_dict()
-    for name, tensor in model.state_dict().items():
-        found = numbers.get(name, own.get(name))
-        if found is not None:
-            tensor.copy_(found.to(dense) if found.is_floating_point() and name not in numbers else found)
+    tensors = model.state_dict()
+    for name in tensors.keys() & own.keys():
+        tensors[name].copy_(own[name])
+    for name, tensor in tensors.items():  # a tied one is there twice, and has its numbers under the first name
+        if name in numbers:
+            tensor.copy_(numbers[name])
+        elif tensor.is_floating_point():
+            tensor.copy_(tensor.to(dense))
     rules = tuple(
         (choice.site.name, LayerPrecision(input=cast))
         for choice in choices
@@ -377,9 +381,10 @@ def _kept_modules(stored: StoredModel, choices: Sequence[LayerFormat]) -> list[s
 def _targets(members: Sequence[LayerFormat]) -> list[str]:
     names: dict[str, None] = {}
     for choice in members:
-        if choice.is_expert:
-            homes = {module.rpartition(".experts.")[0] for module in choice.modules}
-            names |= dict.fromkeys(f"re:{re.escape(home)}\\.experts\\..*" for home in sorted(homes))
+        if choice.is_expert:  # by the names that files and vLLM have for them, and by those of modules in transformers
+            homes = dict.fromkeys(name.rpartition(".experts.")[0] for name in (*choice.modules, choice.site.name))
+            either = "|".join(map(re.escape, homes))
+            names[f"re:{either if len(homes) == 1 else f'(?:{either})'}\\.experts\\..*"] = None
         else:
             names |= dict.fromkeys(choice.modules)
     return list(names)

@@ -98,6 +98,11 @@ class GgufModel:
         layers = self.config.get("num_hidden_layers") or self.config["n_layer"]
         self.names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, self.architecture.name.upper()), layers)
 
+    @property
+    def described(self) -> dict[str, Any]:
+        """Return the config of the model as one of the architecture in the file: a Mistral without windows is a Llama."""
+        return self.config | {"model_type": self.architecture.name}
+
     def write(self, path: Path, format: str, tokenizer: TokenizerFiles | None, title: str) -> list[ExportedLayer]:
         """Write the model to a new file, and return a record of its linear layers.
 

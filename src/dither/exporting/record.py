@@ -130,19 +130,26 @@ def require(package: str, why: str, extra: str = "export") -> None:
         raise UserError(f"{why} needs {package.replace('_', '-')}, which is not installed: pip install 'dither[{extra}]'.")
 
 
-def load(place: Path) -> Any:
+def load(place: Path, config: Mapping[str, Any] | None = None) -> Any:
     """Load a folder or a GGUF file with transformers: weights are dequantized, and products are those of float32 inputs.
 
     Casts of inputs amplify the last bits of sums, which differ between implementations of a model; without them, differences
     of logits are those of the weights.
+
+    Args:
+        place: A folder or a GGUF file.
+        config: The config of the model in a GGUF file, of which transformers reads only some fields.
     """
     require("transformers", "--check")
     require("accelerate", "--check")
     if place.is_file():
         import transformers
 
-        read, options = transformers.AutoModelForCausalLM.from_pretrained, {"dtype": torch.float32, "trust_remote_code": False}
-        return from_transformers(place, lambda: read(place.parent, gguf_file=place.name, **options)).eval()
+        fields = dict(config or {})
+        settings = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+        options = {"config": settings, "gguf_file": place.name, "dtype": torch.float32, "trust_remote_code": False}
+        read = transformers.AutoModelForCausalLM.from_pretrained
+        return from_transformers(place, lambda: read(place.parent, **options)).eval()
     if (read_json(place / CONFIG).get("quantization_config") or {}).get("quant_method") == "compressed-tensors":
         require("compressed_tensors", "--check of this format")
     return hf(place, dtype=torch.float32).hf.eval()
@@ -172,10 +179,10 @@ def check_difference(difference: float, largest: float, what: str, other: str) -
         )
 
 
-def check_logits(place: Path, ours: Any, vocab_size: int) -> LogitCheck:
+def check_logits(place: Path, ours: Any, vocab_size: int, config: Mapping[str, Any] | None = None) -> LogitCheck:
     """Compare the logits of a folder or a GGUF file with those of our model; raise if they differ by more than `TOLERANCE`."""
     tokens = sample_tokens(ours, vocab_size)
-    difference, largest = logit_difference(load(place), ours, tokens)
+    difference, largest = logit_difference(load(place, config), ours, tokens)
     check_difference(difference, largest, "exported folder", "the dequantized model")
     packages = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
     versions: dict[str, str] = {name: packages[name] for name in ("transformers", "compressed-tensors") if name in packages}
