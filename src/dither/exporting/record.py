@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dither.data.text import first_line
 from dither.errors import UserError
 from dither.evaluate.held_out import evaluating
 from dither.models.folder_files import CONFIG, read_json
@@ -164,7 +165,10 @@ def sample_tokens(model: Any, vocab_size: int) -> Tensor:
 @torch.no_grad()
 def logit_difference(theirs: Any, ours: Any, tokens: Tensor) -> tuple[float, float]:
     """Return the largest difference between the logits of a model of transformers and of ours, and the largest logit."""
-    found: Tensor = theirs(input_ids=tokens, use_cache=False).logits.float()
+    try:
+        found: Tensor = theirs(input_ids=tokens, use_cache=False).logits.float()
+    except Exception as error:  # a library of kernels or of formats may raise anything
+        raise UserError(f"transformers cannot run the exported model: {first_line(error)}.") from None
     with evaluating(ours):
         expected = ours(tokens.to(next(ours.parameters()).device)).float().cpu()
     return (found - expected).abs().max().item(), expected.abs().max().item()

@@ -3,7 +3,7 @@
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -161,14 +161,22 @@ def opened(
         kept = (found.run or where.parent.parent) / TOKENIZER_FILES
         files: AnyTokenizer = tokenizer if tokenizer is not None else kept if kept.is_dir() and given is None else used
         plan, provenance = _made(where, config)
-        source = Source(where, None, used, files, corpus, config.data.sequence, plan, provenance, tuple(notes))  # type: ignore[arg-type]
-        source = replace(source, template=None if own is None else own.template)
-        model = open_model(found, device=ranks.device, adapters="apart").model
-        if config.lora.rank is None:
-            yield replace(source, model=model)
-            return
-        base = str(found.others["base"]["path"])
-        yield replace(source, model=merged_model(model), adapted=model.eval(), lora=config.lora, base=base)
+        model, adapted = open_model(found, device=ranks.device, adapters="apart").model, config.lora.rank is not None
+        yield Source(
+            where,
+            merged_model(model) if adapted else model,
+            used,
+            files,
+            corpus,
+            config.data.sequence,
+            plan,
+            provenance,
+            tuple(notes),
+            adapted=model.eval() if adapted else None,
+            lora=config.lora if adapted else None,
+            base=str(found.others["base"]["path"]) if adapted else "",
+            template=None if own is None else own.template,
+        )
 
 
 def _folder_source(
