@@ -166,20 +166,23 @@ def _source(source: str, field: str, separator: str | None, skip: Skip, reading:
     if _is_saved_dataset([path.name for path in Path(source).glob("*")] if os.path.isdir(source) else ()):
         reading.expect(None)
         return _saved_dataset(source, field, skip)
-    files, named = _files(source, skip), [Path(source)]
+    files = _files(source, skip)
     reading.expect(files)
+    return lambda: _documents(files, field, separator, skip, reading, named=files == [Path(source)])
 
-    def read() -> Iterator[Document]:
-        for path in files:
-            try:
-                yield from _file(path, field, separator, skip, reading)
-            except _NotTextError as error:
-                if files == named:
-                    raise UserError(f"{str(path)!r} is {error}, not UTF-8 text, JSON lines or Parquet.") from None
-                skip(str(path), str(error))
-            reading.end(path)
 
-    return read
+def _documents(
+    files: Sequence[Path], field: str, separator: str | None, skip: Skip, reading: Reading, *, named: bool = False
+) -> Iterator[Document]:
+    """Yield the documents of files. Those that are not text are left out; if the user named the file, it is an error."""
+    for path in files:
+        try:
+            yield from _file(path, field, separator, skip, reading)
+        except _NotTextError as error:
+            if named:
+                raise UserError(f"{str(path)!r} is {error}, not UTF-8 text, JSON lines or Parquet.") from None
+            skip(str(path), str(error))
+        reading.end(path)
 
 
 def _files(source: str, skip: Skip) -> list[Path]:
@@ -257,16 +260,7 @@ def stdlib(
         chosen.append(path)
     counted = reading or Reading()
     counted.expect(chosen)
-
-    def read() -> Iterator[Document]:
-        for path in chosen:
-            try:
-                yield from _file(path, "text", None, skip, counted)
-            except _NotTextError as error:
-                skip(str(path), str(error))
-            counted.end(path)
-
-    return read()
+    return _documents(chosen, "text", None, skip, counted)
 
 
 def _file(path: Path, field: str, separator: str | None, skip: Skip, reading: Reading) -> Iterator[Document]:
