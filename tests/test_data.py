@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from worlds import forked
 
 import dither.data as data
-from dither import UserError, cli
+from dither import UserError, cli, files
 from dither.data import loader as loading
-from dither.data import open_tokens, preparation, prepare, tokens
+from dither.data import open_tokens, prepare, tokens
 from dither.data import text as texts
 from dither.data import tokens as tokens_module
 from dither.data.tokens import Shard, verify_shards
@@ -621,7 +621,7 @@ def test_a_killed_run_leaves_no_tokens_and_is_swept_away(folder, tmp_path):
     def meanwhile(counts):
         # The leftover is gone; what is being written is locked, and another run leaves it alone.
         assert not left[0].exists()
-        preparation._sweep(out)
+        files.sweep(out)
         assert any(path.name.startswith(".tokens.") for path in tmp_path.iterdir())
 
     data.prepare(str(folder), out, held_out=0.2, progress=meanwhile)

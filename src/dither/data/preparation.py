@@ -3,16 +3,10 @@
 The folder is written beside its final path under another name and renamed when it is complete.
 """
 
-import errno
-import fcntl
-import glob
 import hashlib
-import os
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -21,13 +15,13 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from dither import files as safe_files
 from dither.console import Tick
 from dither.data.chat import ChatTemplate, Conversation, file_hashes, read_conversation
-from dither.data.text import MANIFEST, SEPARATOR, Reading, Skip, Sources, documents, first_line, json_rows, listed
+from dither.data.text import MANIFEST, SEPARATOR, Reading, Skip, Sources, documents, json_rows, listed
 from dither.data.tokenizer import BYTES, TOKENIZER, Array, Tokenizer
 from dither.data.tokens import CHAT_FORMAT, COUNTED, FORMAT, SPLITS, Corpus, Counts, manifest_text, open_tokens
 from dither.errors import UserError
+from dither.files import is_free, new_folder
 
 SHARD = 1 << 27
 """Default number of tokens per shard."""
@@ -241,11 +235,11 @@ class _Writer:
     def close(self) -> None:
         """Finish the current shard."""
         if self.file is not None:
-            _finish(self.file)
+            self.file.close()
             self.shards[-1]["sha256"] = self.digest.hexdigest()
             self.file = None
         if self.marks is not None:
-            _finish(self.marks)
+            self.marks.close()
             self.shards[-1]["counted_sha256"] = self.marks_digest.hexdigest()
             self.marks = None
 
@@ -305,7 +299,10 @@ def prepare(
         pairs = split_documents(sources, held_out, field=field, separator=separator, skip=skip, say=say, reading=reading)
     else:
         pairs = split_conversations(sources, held_out, skip=skip, reading=reading)
-    with _new_folder(Path(out)) as folder, ExitStack() as files:
+    out = Path(out)
+    if not is_free(out):
+        raise UserError(f"{str(out)!r} exists already: name a new folder for the tokens, or remove it.")
+    with new_folder(out, "The tokens") as folder, ExitStack() as files:
         writers = tuple(_Writer(folder, split, tokenizer, shard, files, skip) for split in SPLITS)
         for batch in _batches(pairs):
             for side, writer in enumerate(writers):
@@ -321,15 +318,11 @@ def prepare(
                 progress(PreparedSoFar(**asdict(counts), read=reading.done, size=reading.size))
         _check_split(names, held_out, writers[0].counts.documents, writers[1].counts.documents, skipped)
         if tokenizer.json is not None:
-            with (folder / TOKENIZER).open("x", encoding="utf-8", newline="") as file:
-                file.write(tokenizer.json)
-                _finish(file)
+            (folder / TOKENIZER).write_text(tokenizer.json, encoding="utf-8", newline="")
         for writer in writers:
             writer.close()
         for name, data in () if chat is None else chat.files.items():
-            with (folder / name).open("xb") as beside:
-                beside.write(data)
-                _finish(beside)
+            (folder / name).write_bytes(data)
         manifest = {
             "format": FORMAT if chat is None else CHAT_FORMAT,
             "dtype": tokenizer.dtype.name,
@@ -346,9 +339,7 @@ def prepare(
         }
         if chat is not None:
             manifest["chat"] = {"template": chat.name, "files": file_hashes(chat)}
-        with (folder / MANIFEST).open("x", encoding="utf-8") as file:
-            file.write(manifest_text(manifest))
-            _finish(file)
+        (folder / MANIFEST).write_text(manifest_text(manifest), encoding="utf-8")
     return open_tokens(out, verify=False)
 
 
@@ -384,57 +375,3 @@ def _check_split(sources: Sequence[str], held_out: object, train: int, held: int
         f"{share}, and both training and held-out text need one: use more documents, separate them by lines {SEPARATOR!r}, "
         "change the fraction, or name held-out files."
     )
-
-
-@contextmanager
-def _new_folder(out: Path) -> Iterator[Path]:
-    """Yield a new folder with a hidden name beside `out`, and rename it to `out` if nothing is raised."""
-    try:
-        if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
-            raise UserError(f"{str(out)!r} exists already: name a new folder for the tokens, or remove it.")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(out)
-        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
-        folder.chmod(0o755)  # like other folders; a temporary one is readable by its owner only
-        lock = os.open(folder, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    except (OSError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"The folder {str(out)!r} cannot be made: {first_line(error)}.") from None
-    try:
-        yield folder
-        os.fsync(lock)
-        os.rename(folder, out)
-        folder = out
-        safe_files.sync(out.parent)
-    except BaseException as error:
-        shutil.rmtree(folder)
-        if not isinstance(error, OSError) or isinstance(error, InterruptedError):
-            raise
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        free = shutil.disk_usage(out.parent).free
-        why = f"the disk is full ({free:,} bytes are free there)" if full else error.strerror or str(error)
-        raise UserError(f"The tokens cannot be written to {str(out)!r}: {why}; nothing was left behind.") from None
-    finally:
-        os.close(lock)
-
-
-def _sweep(out: Path) -> None:
-    """Remove what killed processes left behind. A running process holds a lock, which the system releases when it dies."""
-    for left in out.parent.glob(f".{glob.escape(out.name)}.*.partial"):
-        lock = os.open(left, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left)
-        except BlockingIOError:
-            continue
-        finally:
-            os.close(lock)
-
-
-def _finish(file: Any) -> None:
-    """Flush a file to the disk and close it."""
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()

@@ -10,8 +10,9 @@ from safetensors.torch import save_file
 from dither.exporting.layers import StoredModel
 from dither.exporting.record import check_difference, logit_difference, require, sample_tokens
 from dither.exporting.tokenizer_files import AnyTokenizer, TokenizerFiles
+from dither.files import new_folder
 from dither.models import CausalLM
-from dither.models.folder_files import appearing, write_json
+from dither.models.folder_files import check_new, write_json
 from dither.models.lora import adapter_tensors, merged_model, peft_config
 from dither.models.sizes import Lora
 from dither.models.transformers_models import hf
@@ -67,7 +68,8 @@ def export_adapters(
     """
     config = peft_config(settings, model, base)
     tensors = {name: tensor.contiguous().cpu() for name, tensor in adapter_tensors(model).items()}
-    with appearing(folder) as place:
+    check_new(folder)
+    with new_folder(folder, "The adapters") as place:
         save_file(tensors, place / WEIGHTS, metadata={"format": "pt"})
         config.save_pretrained(str(place))
         if tokenizer is not None:

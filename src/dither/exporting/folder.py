@@ -21,8 +21,8 @@ from dither.exporting.gguf import ARCHITECTURES, GGUF, GgufModel
 from dither.exporting.layers import EncodedLayer, Engine, LayerFormat, StoredModel, choose, encode
 from dither.exporting.record import Export, ExportedLayer, check_logits, model_card, relative_error
 from dither.exporting.tokenizer_files import AnyTokenizer, TokenizerFiles
-from dither.files import sync
-from dither.models.folder_files import CONFIG, WeightsWriter, appearing, check_new, write_json
+from dither.files import new_folder, sync
+from dither.models.folder_files import CONFIG, WeightsWriter, check_new, write_json
 from dither.models.transformers_models import HuggingFace, unconverted
 from dither.nn.convert import convert
 from dither.nn.linear import Linear
@@ -103,7 +103,7 @@ def export(
     if format not in DENSE and not any(choice.format for choice in choices):
         raise UserError(_nothing(stored, format, choices))
     job = _Folder(stored, choices, format)
-    with appearing(path) as place:
+    with new_folder(path, "The model") as place:
         with stage("Writing weights") as tick:
             writer, layers = WeightsWriter(place, most), list[ExportedLayer]()
             for layer in job.write(writer):

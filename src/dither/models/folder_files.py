@@ -2,9 +2,6 @@
 
 import json
 import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dither.errors import UserError
-from dither.files import Refused, from_json, read, sync
+from dither.files import Refused, from_json, is_free, read
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
@@ -28,28 +25,8 @@ def write_json(path: Path, value: object) -> None:
 
 def check_new(folder: Path) -> None:
     """Raise unless a folder is new or empty."""
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()) or (folder.is_dir() and any(folder.iterdir())):
+    if not is_free(folder):
         raise UserError(f"A model is saved into a new or empty folder, and {str(folder)!r} is neither.")
-
-
-@contextmanager
-def appearing(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder to write into; rename it to `folder` after everything in it is on disk."""
-    check_new(folder)
-    folder = folder.absolute()
-    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    try:
-        partial.mkdir(parents=True)
-        yield partial
-        for path in sorted(partial.iterdir()):
-            sync(path)
-        sync(partial)
-        os.replace(partial, folder)
-        sync(folder.parent)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"The model could not be saved into {str(folder)!r}: {error}.") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 class WeightsWriter:
@@ -76,7 +53,10 @@ class WeightsWriter:
 
     def _flush(self) -> None:
         self.names.append(list(self.shard))
-        save_file(self.shard, self.place / f"part-{len(self.names)}", metadata={"format": "pt"})
+        try:
+            save_file(self.shard, self.place / f"part-{len(self.names)}", metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise UserError(f"The weights cannot be written to {str(self.place)!r}: {error}.") from None
         self.shard, self.filled = {}, 0
 
     def finish(self) -> int:

@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
+from dither.files import new_folder
 from dither.models.causal import CausalLM
-from dither.models.folder_files import CONFIG, INDEX, WEIGHTS, WeightsWriter, appearing, read_json, short, write_json
+from dither.models.folder_files import CONFIG, INDEX, WEIGHTS, WeightsWriter, check_new, read_json, short, write_json
 from dither.models.presets import check_place, empty, skeleton
 from dither.models.sizes import GPT2Config, GPTNeoConfig, LlamaConfig, ModelConfig
 from dither.models.transformers_models import HuggingFace, stored_names
@@ -122,7 +123,8 @@ def save_pretrained(
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise UserError(f"The parameter {name!r} is sharded over ranks: gather the model on one rank before saving it.")
-    with appearing(Path(folder)) as place:
+    check_new(Path(folder))
+    with new_folder(Path(folder), "The model") as place:
         if isinstance(model, HuggingFace):
             model.save(place, dict(extra or {}), shard_bytes, dtype)
         else:
