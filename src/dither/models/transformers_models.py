@@ -138,13 +138,13 @@ def _pretrained(transformers: Any, source: str, device: torch.device | str, dtyp
     config = from_transformers(source, lambda: transformers.AutoConfig.from_pretrained(source, trust_remote_code=False))
     _check_sizes(source, config)
     quantization = getattr(config, "quantization_config", None)
-    compressed = False
-    if isinstance(quantization, dict):
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if method == "fp8":
+        quantization["dequantize"] = True
+    elif method == "compressed-tensors":
         for group in quantization.get("config_groups", {}).values():
             group["input_activations"] = None
-        # With several formats, transformers' own "dequantize" reads compressed-tensors by the first of them.
-        compressed = quantization.get("quant_method") == "compressed-tensors"
-        quantization["dequantize"] = not compressed
+    if quantization is not None:
         dtype = dtype or torch.bfloat16
     model, said = from_transformers(
         source,
@@ -162,7 +162,7 @@ def _pretrained(transformers: Any, source: str, device: torch.device | str, dtyp
             raise UserError(
                 f"The weights of {source!r} do not fit its config: {what.replace('_', ' ')} {', '.join(names[:3])}."
             )
-    if compressed:
+    if method == "compressed-tensors":  # transformers 5.23 dequantizes all layers by the first of several formats
         from_transformers(source, lambda: model.hf_quantizer.compressor.decompress_model(model=model))
     return HuggingFace((model if quantization is None else _dequantized(model, dtype or model.dtype)).to(device)).train()
 
