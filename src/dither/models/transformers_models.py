@@ -137,7 +137,7 @@ def _in_dtype(model: Any, dtype: torch.dtype) -> Any:
 def _pretrained(transformers: Any, source: str, device: torch.device | str, dtype: torch.dtype | None) -> HuggingFace:
     config = from_transformers(source, lambda: transformers.AutoConfig.from_pretrained(source, trust_remote_code=False))
     _check_sizes(source, config)
-    quantization = getattr(config, "quantization_config", None)
+    quantization: Any = getattr(config, "quantization_config", None)
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     if method == "fp8":
         quantization["dequantize"] = True
