@@ -124,9 +124,10 @@ def test_every_field_has_a_sentence_a_type_and_its_default():
     expected = {prefix + each.name for prefix, cls in classes.items() for each in dataclasses.fields(cls)}
     assert set(found) == expected - {"precision.sampling"}
     assert all(each.sentence.endswith(".") and each.type for each in found.values())
-    assert found["optim.min_lr"] == ("optim.min_lr", "float", 0.0, "Learning rate at the end of cosine and wsd.")
+    eps = "Added to the square root of the second moment."
+    assert found["optim.eps"] == ("optim.eps", "float", 1e-8, eps)
     assert found["optim.schedule"].type == "cosine | wsd | constant"
-    assert "# Learning rate at the end of cosine and wsd.\nmin_lr = 0.0\n" in dumps(Config(), comments=True)
+    assert f"# {eps}\neps = 1e-08\n" in dumps(Config(), comments=True)
 
 
 def test_what_may_be_absent_is_absent_by_default():
@@ -229,8 +230,8 @@ MISTAKES = [
     ("[data]\nsequence = 0", "data.sequence is an integer of at least 1"),
     ("[precision]\nrecipe = 'fp8-blok'", "did you mean 'fp8-block'"),
     ("[precision]\nmode = 'o3'", "no precision.mode='o3'"),
-    ("[precision]\nrecipe = 'bf16'", "use the mode 'o1'"),
-    ("[precision]\nrecipe = 'fp16'", "use the mode 'fp16'"),
+    ("[precision]\nmode = 'fp32'\nrecipe = 'bf16'", "use the mode 'o1'"),
+    ("[precision]\nmode = 'fp32'\nrecipe = 'fp16'", "use the mode 'fp16'"),
     ("[precision]\nmode = 'o2'\nrecipe = 'bf16-pure'", "use the mode 'bf16-rn' or 'bf16-sr' or 'bf16-kahan'"),
     ("[precision]\nrecipe = 'fp8-block'\nplan = 'x'", "both set the casts"),
     ("[precision]\nstates = 'e9m9'", "no precision.states='e9m9'"),
@@ -259,7 +260,10 @@ MISTAKES = [
     ("[precision]\nschedule = [[0, 'fp8-block'], [9, 'fp32'], [3, 'fp4-block']]", "In precision.schedule: .* ascend"),
     ("[precision]\nschedule = [[0, 'fp8-block'], [1.5, 'fp32']]", "a float from 0.0 to 1.0, not at 1.5"),
     ("[precision]\nschedule = [[0, 'fp8-block'], [500, 'fp32']]", "begins at step 500, and the last of 500 steps is 499"),
-    ("[precision]\nschedule = [[0, 'fp8-block'], [0.5, 'bf16']]", "'bf16', which computes in bf16, and precision.mode='fp32'"),
+    (
+        "[precision]\nmode = 'fp32'\nschedule = [[0, 'fp8-block'], [0.5, 'bf16']]",
+        "'bf16', which computes in bf16, and precision.mode='fp32'",
+    ),
     ("[precision]\nschedule = [[0, 'fp8-block forward']]", "The first entry of precision.schedule sets all products"),
     ("[precision]\nrecipe = 'fp4-block'\nschedule = [[0, 'fp8-block']]", "precision.recipe='fp4-block' and precision.schedule"),
     ("[precision]\nplan = 'a.json'\nschedule = [[0, 'fp8-block']]", "precision.plan='a.json' and precision.schedule"),
@@ -268,7 +272,10 @@ MISTAKES = [
         "[precision]\nschedule = [[0, 'fp8-block'], [105, 'fp8-row forward']]\n[snip]\ntarget = 0.5",
         "with snip.start=100 and snip.delay=10",
     ),
-    ("[precision]\nrecipe = 'fp8-auto'", "fp8-auto compares FP8 with BF16, and precision.mode='fp32' computes in fp32"),
+    (
+        "[precision]\nmode = 'fp32'\nrecipe = 'fp8-auto'",
+        "fp8-auto compares FP8 with BF16, and precision.mode='fp32' computes in fp32",
+    ),
     ("[precision]\ntimes = 'times.json'", "precision.times='times.json' has no effect without the recipe fp8-auto"),
     ("[guard]\nspike = 'explode'", "guard.spike is one of"),
     ("[guard]\nspike_factor = 1", "guard.spike_factor is a number above 1"),
@@ -390,11 +397,27 @@ def test_plans(tmp_path):
     assert Precision(plan=str(tmp_path / "plan.json")).load_plan() == recipe("mxfp4")
     Plan(parameters="bf16").save(tmp_path / "plan.json")
     with pytest.raises(UserError, match=r"does not fit precision\.mode='fp32'"):
-        Precision(plan=str(tmp_path / "plan.json")).load_plan()
+        Precision(mode="fp32", plan=str(tmp_path / "plan.json")).load_plan()
     with pytest.raises(UserError, match="cannot be read"):
         Precision(plan=str(tmp_path / "none.json")).load_plan()
     for name, mode in MODES.items():
         assert Precision(mode=name, recipe=mode.recipe).load_plan() == mode.plan
+
+
+@pytest.mark.parametrize(
+    ("fields", "on_gpu", "elsewhere"),
+    [
+        ({}, "o1", "fp32"),
+        ({"recipe": "fp8-block"}, "o1", "fp32"),
+        ({"recipe": "fp8-auto"}, "o1", "o1"),
+        ({"recipe": "fp16"}, "fp16", "fp16"),
+        ({"schedule": ((0, "fp8-block"), (0.5, "bf16"))}, "o1", "o1"),
+        ({"mode": "bf16-sr"}, "bf16-sr", "bf16-sr"),
+    ],
+)
+def test_the_mode_by_default_suits_the_device_and_the_casts(fields, on_gpu, elsewhere):
+    precision = Precision(**fields)
+    assert (precision.resolved(bf16=True).mode, precision.resolved(bf16=False).mode) == (on_gpu, elsewhere)
 
 
 def test_plans_by_step():
@@ -448,6 +471,7 @@ def test_schedules():
     assert wsd[151:] == pytest.approx([0.2 + 1.8 * (200 - step) / 50 for step in range(151, 200)])
     assert rates(schedule="wsd", warmup=0.0, decay=0.0) == [2.0] * 200
     assert rates(schedule="cosine", warmup=1.0)[-1] == 2.0
+    assert rates(schedule="cosine") == rates(schedule="cosine", min_lr=0.2)
     for step in (-1, 200, 1.0, True):
         with pytest.raises(UserError, match="are 0 to 199"):
             schedule(Config(run=RunSettings(steps=200)), step)

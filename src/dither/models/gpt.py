@@ -15,7 +15,7 @@ from torch.nn import functional
 from dither.models.causal import PlainLM, normal_from
 from dither.models.sizes import GPT2Config, GPTNeoConfig
 from dither.nn.layers import Conv1D
-from dither.nn.output import Output
+from dither.nn.linear import Output
 
 
 class MLP(nn.Module):

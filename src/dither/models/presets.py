@@ -14,8 +14,8 @@ from dither.models.causal import PlainLM
 from dither.models.gpt import GPT2, GPTNeo
 from dither.models.llama import Llama
 from dither.models.sizes import GPT2Config, LlamaConfig, ModelConfig, preset
-from dither.nn.sharded.geometry import shards
 from dither.nn.sites import find_sites
+from dither.ops.ranks import shards
 from dither.spec.random import Stream
 
 DRAWN_AT_ONCE = 1 << 24
