@@ -17,7 +17,7 @@ import tyro
 from dither.console import print_table
 from dither.data.settings import TOKENS
 from dither.errors import DitherError, UserError
-from dither.models.settings import Model
+from dither.models.sizes import Model
 from dither.settings import override, toml
 from dither.train import config as configs
 from dither.train.config import CONFIG, Config

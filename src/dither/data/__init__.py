@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from dither.data.loader import Loader as Loader
     from dither.data.loader import Prefetch as Prefetch
     from dither.data.loader import held_out as held_out
+    from dither.data.preparation import is_held_out as is_held_out
     from dither.data.preparation import prepare as prepare
-    from dither.data.splits import is_held_out as is_held_out
     from dither.data.text import Document as Document
     from dither.data.text import documents as documents
     from dither.data.tokenizer import BYTES as BYTES
@@ -32,8 +32,7 @@ __getattr__ = lazily(
         "chat": "ChatTemplate load_template",
         "corpus": "open_corpus",
         "loader": "Batch Loader Prefetch held_out",
-        "preparation": "prepare",
-        "splits": "is_held_out",
+        "preparation": "is_held_out prepare",
         "text": "Document documents",
         "tokenizer": "BYTES Tokenizer load_tokenizer train_bpe",
         "tokens": "Corpus Counts Tokens is_prepared open_tokens",

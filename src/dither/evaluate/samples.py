@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from dither.data import Corpus, Tokenizer
 from dither.data.text import STDLIB
-from dither.models import CausalLM, generate
+from dither.models import CausalLM
+from dither.models.generation import generate, text_of
 
 TEMPERATURE, TOP_K = 0.8, 50
 
@@ -48,8 +49,7 @@ def sample_text(
     start = torch.tensor([given], device=next(model.parameters()).device)
     generator = torch.Generator().manual_seed(seed)
     drawn = generate(model, start, count, temperature=TEMPERATURE, top_k=TOP_K, generator=generator, check=check)
-    # The vocabulary of the model may be larger than that of the tokenizer.
-    return tokenizer.decode([token for token in drawn[0, len(given) :].tolist() if token < tokenizer.vocab_size])
+    return text_of(tokenizer, drawn[0, len(given) :].tolist())
 
 
 class PaddedLogits(nn.Module):

@@ -22,6 +22,7 @@ from dither.data import Batch, Prefetch
 from dither.data.corpus import open_corpus, unigram_entropy
 from dither.errors import DitherError, UserError
 from dither.evaluate.held_out import Perplexity
+from dither.models.lora import check_peft
 from dither.train import agreement, trackers
 from dither.train.config import BITWIDTHS, CHECKPOINTS, Config, dumps
 from dither.train.guard import GRACE, Interrupted, Signals
@@ -152,6 +153,7 @@ def _build(
     with ranks.shared_errors():
         check_snip(config)
         check_layout(config, ranks.world)
+        check_peft(config.lora)
     layout = RankLayout.of(config, ranks)
     with ranks.shared_errors():
         with stage("Reading the text") as tick:

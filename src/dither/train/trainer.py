@@ -26,6 +26,7 @@ from dither.models.open import check_same_base, load_weights, origin_of
 from dither.models.presets import blank, draw_parts
 from dither.nn import GraphedPasses, Linear, bitwidth_loss, convert, effective_precision, param_groups, step_context
 from dither.nn.bitwidths import block_bitwidths
+from dither.nn.frozen import FrozenLinear
 from dither.nn.step import reshard
 from dither.numerics import Monitor, NumericsReport
 from dither.ops.ranks import gather
@@ -114,8 +115,10 @@ class Trainer:
             say(str(adapt(self.model, config.lora, config.run.seed)))
             self.base = origin_of(config.model.weights, config.model.hf)
         adam_roles = roles(self.model) if config.optim.optimizer == "adam-mini" else None
+        codes = (module for module in self.model.modules() if isinstance(module, FrozenLinear))
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        """The number of parameters of the whole model."""
+        self.parameters += sum(layer.in_features * layer.out_features for layer in codes)
+        """The number of parameters of the whole model, frozen ones that exist as codes included."""
         self.flops = flops_per_token(self.model, data.sequence)
         self.pipeline = _pipeline(self)
         """The stages of this rank; None if there is no pipeline."""
