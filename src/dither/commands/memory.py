@@ -130,7 +130,7 @@ def _run_of(model: str | None) -> _RunShape | None:
         shape = model_shape(config.model.hf)
     else:
         vocab = config.model.vocab or _words(config, folder)
-        shape = shape_of(config.model.sizes(vocab) if config.model.ours else config.model.source(vocab))
+        shape = shape_of(config.model.sizes(vocab) if config.model.ours else config.model.mixtral(vocab))
     precision, data = config.precision, config.data
     # The plan of fp8-auto casts some layers: the estimate is for all of them.
     default = precision.plan_of(precision.entries[0][1], {name: recipe_named("fp8-current") for name in MEASURED}).default

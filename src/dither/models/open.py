@@ -260,7 +260,7 @@ def _unfilled(
         raise UserError(f"The checkpoint {str(found.path)!r} has no token embedding: it is not that of a language model.")
     vocab_size = int(saved.tensors[embeddings[0]].shape[0])
     if not model.ours:
-        return hf(model.source(vocab_size), device=device, dtype=dtype)
+        return hf(model.mixtral(vocab_size), device=device, dtype=dtype)
     return empty(model.sizes(vocab_size), device, dtype or torch.float32)
 
 

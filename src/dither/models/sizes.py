@@ -376,12 +376,10 @@ class Model:
         except UserError as error:
             raise UserError(f"In [model]: {error}") from None
 
-    def source(self, vocab: int) -> str | dict[str, Any]:
-        """Return what transformers builds: a folder or config.json, or the config of a Mixtral."""
-        if self.hf is not None:
-            return self.hf
-        sizes = self.sizes(vocab)
-        return {"model_type": "mixtral", **asdict(sizes), "num_local_experts": self.experts, "num_experts_per_tok": 2}
+    def mixtral(self, vocab: int) -> dict[str, Any]:
+        """Return the config of transformers' Mixtral with these sizes and experts."""
+        sizes = asdict(self.sizes(vocab))
+        return {"model_type": "mixtral", **sizes, "num_local_experts": self.experts, "num_experts_per_tok": 2}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -582,7 +582,7 @@ def _model(config: Config, corpus: Corpus, device: torch.device) -> CausalLM:
     if config.model.vocab is not None and config.model.hf is not None:
         raise UserError("model.vocab is for presets only: the config of a Hugging Face model sets its vocabulary.")
     # The base of adapters is never needed in float32: its codes are made from the weights as they are in the files.
-    source = config.model.source(config.model.vocab or tokens)
+    source = config.model.hf or config.model.mixtral(config.model.vocab or tokens)
     model = hf(source, seed=seed, device=device, dtype=None if config.lora.rank else torch.float32)
     if model.embedding.num_embeddings < tokens:
         raise UserError(
