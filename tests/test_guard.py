@@ -7,12 +7,15 @@ import random
 import signal
 import statistics
 import threading
+import time
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 from worlds import forked
 
 from dither import UserError
+from dither.train import ranks as train_ranks
 from dither.train.config import Policy
 from dither.train.guard import Decision, Guard, Interrupted, Signals
 from dither.train.passes import first_nonfinite
@@ -209,7 +212,17 @@ def test_wrong_policies(fields, message):
 # Signals --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_nohup_is_heeded():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Signals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signals.received == ""
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_is_a_flag_and_handlers_come_back(number):
     before = {each: signal.getsignal(each) for each in Signals.CAUGHT}
     with Signals() as signals:
@@ -324,3 +337,17 @@ def test_a_status_that_cannot_be_read_or_written(tmp_path):
     (tmp_path / "status.json").symlink_to("/dev/zero")
     with pytest.raises(UserError, match="is a link"):
         Status.load(tmp_path)
+
+
+def test_a_rank_saves_and_ends_when_its_launcher_was_killed(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setattr(train_ranks, "EVERY", 0.05)
+    store = TCPStore("localhost", 0, is_master=True)
+    with Signals() as signals:
+        heartbeat = train_ranks.Heartbeat(store, 0, 1, hosted=False)
+        time.sleep(0.2)
+        assert signals.received == ""  # the launcher lives
+        monkeypatch.setattr(os, "getppid", lambda: 1_000_000)
+        heartbeat._thread.join(10)
+        assert signals.received == "SIGTERM"
+        heartbeat.close()

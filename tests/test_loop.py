@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from worlds import Forked
+from worlds import Forked, forked
 
 from dither import Plan, UserError, checkpoint, cli
 from dither.checkpoint import Saver
@@ -252,17 +253,45 @@ def test_killed_and_resumed_is_straight(text: Path, tmp_path: Path) -> None:
         assert {key: again[key] for key in line if key not in TIMES} == {key: line[key] for key in line if key not in TIMES}
 
 
-def test_sigterm_saves_and_ends_with_143(text: Path, tmp_path: Path) -> None:
+def _train_into(place: str, *arguments: str) -> int:
+    """Train with an output that cannot be written: a full disk, a pipe without a reader, or none at all."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    full = os.open("/dev/full", os.O_WRONLY)
+    sys.stdout.close()
+    if place == "closed":
+        sys.stdout = None
+    else:
+        os.dup2({"full": full, "pipe": writer}[place], 1)
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.argv = ["dither", "train", *arguments]
+    return cli.main()
+
+
+@pytest.mark.parametrize("place", ["full", "pipe", "closed"])
+def test_a_run_goes_on_without_its_output(text: Path, tmp_path: Path, place: str) -> None:
+    out = tmp_path / "run"
+    (tmp_path / "run.toml").write_text(configs.dumps(settings(text, out, "run.steps=2")))
+    code, said = forked(_train_into, place, str(tmp_path / "run.toml"))
+    why = {"full": "No space left on device", "pipe": "Broken pipe"}.get(place, "")
+    lost = f"The output to stdout was lost ({why})." if why else ""
+    assert (code, said) == (0, f"dither: {lost}\n" if lost else "")
+    assert Status.load(out).why == f"All 2 steps are done. {lost}".strip()
+    assert checkpoint.newest(out / "checkpoints")[0] == out / "checkpoints" / "step-00000002"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_saves_and_ends_with_its_code(text: Path, tmp_path: Path, number: signal.Signals) -> None:
     out = tmp_path / "run"
     (tmp_path / "run.toml").write_text(configs.dumps(settings(text, out, "run.steps=500", "run.save_every=0")))
     process = start(str(tmp_path / "run.toml"))
     said = until(process, 2)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     rest = process.communicate()
-    assert process.returncode == 143
+    assert process.returncode == 128 + number
     status = Status.load(out)
     assert status.state == "interrupted"
-    assert status.why == f"Received SIGTERM; step {status.step} is saved."
+    assert status.why == f"Received {number.name}; step {status.step} is saved."
     assert status.step < 500
     assert f"dither train --resume --out {out}" in rest
     assert "\x1b" not in "".join(said) + rest  # plain lines in a pipe

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import is_dataclass
 from typing import Any, NamedTuple, TextIO
 
+from dither.console import LastingStream
 from dither.errors import DitherError, UserError
 from dither.spec.checks import did_you_mean
 from dither.versions import version
@@ -29,6 +30,8 @@ class Command(NamedTuple):
     function: str
     long: bool = False
     """True if it may take longer than importing PyTorch: it says at once that it has begun, also where its output is piped."""
+    lasting: bool = False
+    """True if it goes on without a terminal: the loss of its output does not end it."""
     light: bool = False
     """True if it imports no PyTorch, which takes seconds."""
 
@@ -44,9 +47,9 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "train": Command("train", "train", long=True),
-    "compare": Command("compare", "compare", long=True),
-    "ladder": Command("ladder", "ladder", long=True),
+    "train": Command("train", "train", long=True, lasting=True),
+    "compare": Command("compare", "compare", long=True, lasting=True),
+    "ladder": Command("ladder", "ladder", long=True, lasting=True),
     "eval": Command("evaluate", "evaluate", long=True),
     "export": Command("export", "export", long=True),
     "generate": Command("generate", "generate", long=True),
@@ -83,9 +86,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if arguments is None:  # a process of its own: commands show their own progress, without bars of other packages between
         os.environ.setdefault("TQDM_DISABLE", "1")
+        _open_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = _run(words)
+        code = _run(words, lasting=arguments is None)
         sys.stdout.flush()  # so that a closed pipe raises here
         return code
     except DitherError as error:
@@ -99,7 +103,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _run(words: list[str]) -> int:
+def _open_streams() -> None:
+    """Open standard streams that were closed, as by `>&-`: the next files would take their numbers, and be printed into."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+
+
+def _run(words: list[str], *, lasting: bool = False) -> int:
     if words == ["--version"]:
         print(f"dither {version()}")
         return 0
@@ -111,6 +124,8 @@ def _run(words: list[str]) -> int:
         print(_help(name), end="\n\n" if name in COMMANDS else "\n")
     if name in COMMANDS:
         command = COMMANDS[name]
+        if command.lasting and lasting:
+            sys.stdout, sys.stderr = LastingStream("stdout"), LastingStream("stderr")
         call = _parse(command.load(), name, [_resume(word) for word in rest])
         if not command.light:
             _import_torch(name, sys.stderr, command.long)

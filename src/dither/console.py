@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TextIO
+from typing import Any, ClassVar, TextIO
 
 Tick = Callable[[int, int | None], object]
 """Called with the number of units done so far and of all units; None if their number is not known."""
@@ -17,6 +17,50 @@ Stage = Callable[[str], AbstractContextManager[Tick]]
 
 EVERY = 10.0
 """Seconds between two plain lines of a stage."""
+
+
+class LastingStream(io.TextIOBase):
+    """Standard output or error whose loss does not end a run: after a closed pipe or a full disk, /dev/null takes its place.
+
+    Args:
+        name: "stdout" or "stderr". The other one is told of the loss, if it can be.
+    """
+
+    losses: ClassVar[list[str]] = []
+    """A sentence per stream that was lost in this process."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._stream = name, getattr(sys, name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def isatty(self) -> bool:
+        """Return whether the stream is a terminal."""
+        return bool(self._stream.isatty())
+
+    def fileno(self) -> int:
+        """Return the number of the file."""
+        return int(self._stream.fileno())
+
+    def write(self, text: str) -> int:
+        """Write text; the loss of the stream is no error."""
+        self._last(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what is buffered; the loss of the stream is no error."""
+        self._last(self._stream.flush)
+
+    def _last(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except OSError as error:
+            with open(os.devnull, "w") as null:
+                os.dup2(null.fileno(), self.fileno())
+            self._stream.flush()  # what is still buffered would fail again
+            self.losses.append(f"The output to {self._name} was lost ({error.strerror}).")
+            print(f"dither: {self.losses[-1]}", file=sys.stdout if self._name == "stderr" else sys.stderr, flush=True)
 
 
 def silent(title: str) -> AbstractContextManager[Tick]:

@@ -51,7 +51,8 @@ def train(
     The config comes from a TOML file, from --set, and from defaults. Without any, this trains a tiny Llama on the source code
     of Python's standard library, in about two minutes on two CPU cores. The folder of the run holds metrics, checkpoints and
     the complete config. `dither train --fields` lists every field. Exit codes: 0 done, 1 another rank was lost or ranks came to
-    differ, 2 a mistake in the arguments or the config, 3 stopped by the guard, 130 or 143 saved after SIGINT or SIGTERM.
+    differ, 2 a mistake in the arguments or the config, 3 stopped by the guard, 130, 143 or
+    129 saved after SIGINT, SIGTERM or SIGHUP.
 
     Args:
         words: A config in TOML; with --resume also the folder of the run, whose config is the default. Fields, as in --set.

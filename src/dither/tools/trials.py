@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dither import files
-from dither.console import Stage, Tick, print_table, silent
+from dither.console import LastingStream, Stage, Tick, print_table, silent
 from dither.data import is_prepared, load_tokenizer, open_tokens, prepare
 from dither.data.preparation import reporting
 from dither.data.text import STDLIB
@@ -314,7 +314,7 @@ class _Pool:
         if code in (0, 3):
             self.say(f"{each.label}: {Status.load(each.trial.folder).why or 'done.'}")
             return ""
-        if code in (130, 143):
+        if code is not None and code > 128:
             return ""  # stopped by a signal, and saved
         return f"{each.label} failed: {last_line(each.log) or f'its process ended with code {code}'} (full output: {each.log})."
 
@@ -334,6 +334,7 @@ def _work(config: Config, resume: bool, command: tuple[str, ...], log: str, thre
     with open(log, "a", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    sys.stdout, sys.stderr = LastingStream("stdout"), LastingStream("stderr")
     threading.Thread(target=stop_without_parent, daemon=True).start()
     torch.set_num_threads(threads)
     sys.exit(_trained(config, resume, command))

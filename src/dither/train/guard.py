@@ -187,7 +187,7 @@ class Interrupted(BaseException):
 
 
 class Signals:
-    """Record SIGINT and SIGTERM in a flag that is read between steps; a second signal ends the process at once.
+    """Record SIGINT, SIGTERM and SIGHUP in a flag that is read between steps; a second signal ends the process at once.
 
     >>> import os, signal
     >>> with Signals() as signals:
@@ -196,7 +196,7 @@ class Signals:
     ('SIGTERM', 143)
     """
 
-    CAUGHT = (signal.SIGINT, signal.SIGTERM)
+    CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self) -> None:
         self.received = ""
@@ -260,7 +260,8 @@ class Signals:
     def __enter__(self) -> "Signals":
         if threading.current_thread() is not threading.main_thread():
             raise UserError("Signals are caught in the main thread only: train there, or without catching them.")
-        self._before = {each: signal.signal(each, self._note) for each in self.CAUGHT}
+        hears = [each for each in self.CAUGHT if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]  # nohup
+        self._before = {each: signal.signal(each, self._note) for each in hears}
         self._unraisable = sys.unraisablehook
         sys.unraisablehook = self._unraised
         return self

@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import signal
 import time
 import warnings
 from collections import deque
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from dither import checkpoint, files
 from dither.checkpoint import Saver
-from dither.console import silent
+from dither.console import LastingStream, silent
 from dither.data import Batch, Prefetch
 from dither.data.corpus import open_corpus, unigram_entropy
 from dither.errors import DitherError, UserError
@@ -33,8 +34,8 @@ from dither.train.resume import resolved
 from dither.train.run_folder import RunFolder, reason_of
 from dither.train.trainer import Numbers, Trainer, restore_newest
 
-SIGNALS = {"SIGINT": 1.0, "SIGTERM": 1024.0}
-"""The number that a rank adds to the sum over ranks when it gets a signal: the sum shows if any of them was a SIGTERM."""
+SIGNALS = {"SIGINT": 1.0, "SIGHUP": 1024.0, "SIGTERM": 1024.0**2}
+"""The number that a rank adds to the sum over ranks when it gets a signal: the sum shows the last of these that one got."""
 
 STATES: dict[str, Literal["done", "stopped", "interrupted"]] = {"done": "done", "guard": "stopped", "signal": "interrupted"}
 """The last status of a run that ends in each way."""
@@ -47,8 +48,8 @@ BEHIND = {"cuda": 1}
 class Outcome:
     """The result of a run."""
 
-    code: Literal[0, 3, 130, 143]
-    """The exit code: 0 done, 3 stopped by the guard, 130 and 143 after SIGINT and SIGTERM."""
+    code: int
+    """The exit code: 0 done, 3 stopped by the guard, 128 plus the number of a signal, such as 143 after SIGTERM."""
     how: Literal["done", "guard", "signal"]
     why: str
     step: int
@@ -235,7 +236,7 @@ def _told(ranks: Ranks, tell: Callable[[Outcome | DitherError], None] | None, en
 
 
 def _in_words(error: BaseException, folder: Path) -> BaseException:
-    """Return a UserError for a full disk that was noticed anywhere, such as by the output of the command, else the error."""
+    """Return a UserError for a full disk, wherever it was noticed, else the error."""
     if isinstance(error, OSError) and error.errno in files.FULL:
         return UserError(f"The run in {str(folder)!r} ends: {files.reason(error, error.filename or folder)}.")
     return error
@@ -383,7 +384,7 @@ class Run:
                 event.synchronize()
             numbers = Numbers(number, *host.tolist())
             if numbers.signals:
-                heard = "SIGTERM" if numbers.signals >= SIGNALS["SIGTERM"] else "SIGINT"
+                heard = max((name for name in SIGNALS if numbers.signals >= SIGNALS[name]), key=lambda name: SIGNALS[name])
             if (outcome := self.judge(numbers)) is not None:
                 return outcome, heard
         return None, heard
@@ -514,12 +515,13 @@ class Run:
         self.saver.wait()
         records.seconds_line()
         last = None if self.evaluation is None else self.evaluation[1]
+        why = " ".join([why, *LastingStream.losses])
         loss, bits = (None, None) if last is None else (last.loss, last.bits_per_byte)
         self._last_line(how, why, loss, bits)
         self.folder.status(STATES[how], trainer.done, why)
         guard = trainer.guard
         return Outcome(
-            code=_code(received) if how == "signal" else 0 if how == "done" else 3,
+            code=128 + signal.Signals[received] if how == "signal" else 0 if how == "done" else 3,
             how=how,
             why=why,
             step=trainer.done,
@@ -556,11 +558,6 @@ class Run:
         return f", {guard.skips} of them skipped" + (f" ({guard.overflows} for overflows)" if guard.overflows else "")
 
 
-def _code(received: str) -> Literal[130, 143]:
-    """Return the exit code after a signal."""
-    return 143 if received == "SIGTERM" else 130
-
-
 def _interrupted_early(run: Run | None, folder: RunFolder, received: str, began: float) -> Outcome:
     """End a run while it is being built. A new run leaves no files."""
     why = f"Received {received} before the first step."
@@ -569,7 +566,7 @@ def _interrupted_early(run: Run | None, folder: RunFolder, received: str, began:
     else:
         folder.abandon(Interrupted(received))
     step = 0 if run is None else run.trainer.done
-    return Outcome(_code(received), "signal", why, step, None, None, None, time.monotonic() - began, folder.path)
+    return Outcome(128 + signal.Signals[received], "signal", why, step, None, None, None, time.monotonic() - began, folder.path)
 
 
 def _to_host(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

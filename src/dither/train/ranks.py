@@ -7,6 +7,7 @@ connection was lost, and torchrun ends all ranks. The heartbeat says which rank 
 import json
 import os
 import re
+import signal
 import socket
 import threading
 import time
@@ -88,6 +89,7 @@ class Heartbeat:
         self._name = f"process {os.getpid()} on {socket.gethostname()}"
         self.interrupted: Callable[[], bool] = lambda: False
         """Returns True if this process should end soon: `together` then waits no longer than needed."""
+        self._launcher = os.getppid() if dist.is_torchelastic_launched() else None
         self._stop = threading.Event()
         self._beat(0)
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -99,12 +101,19 @@ class Heartbeat:
     def _run(self) -> None:
         with suppress(RuntimeError):  # the store has ended, and with it the run
             count = 0
-            while not self._stop.wait(EVERY):
+            while not self._stop.wait(EVERY) and not self._orphaned:
                 count += 1
                 self._beat(count)
                 if self.verdict is None and self._thread_store.check(["verdict"]):
                     self.verdict = Verdict(**json.loads(self._thread_store.get("verdict")))
                     self._thread_store.set(f"informed/{self.rank}", "1")
+        if not self._stop.wait(EVERY) and self._orphaned:
+            os.kill(os.getpid(), signal.SIGTERM)  # save and end
+
+    @property
+    def _orphaned(self) -> bool:
+        """Whether the launcher of the ranks was killed, and with it their store and whoever would end them."""
+        return self._launcher not in (None, os.getppid())
 
     def together(self) -> None:
         """Wait until every rank has called this. It may take any time, but a rank that no longer runs raises LostRankError."""
@@ -214,6 +223,8 @@ def lost_rank(rank: int, world: int, lost: Verdict, step: int | None = None, wha
 with --resume.')
     >>> lost_rank(0, 2, Verdict("rank 1 (process 7 on a)", "The disk is full."), 57)
     LostRankError('Rank 0 of 2 ends in step 57, since rank 1 (process 7 on a) failed: The disk is full.')
+    >>> lost_rank(1, 2, Verdict("rank 1 (process 7 on a)", silent=1), 57)
+    LostRankError('Rank 1 of 2 did not answer in step 57, so the others ended: resume with --resume.')
     >>> lost_rank(0, 2, Verdict("rank 1 (process 7 on a)", signal="SIGTERM")).signal
     'SIGTERM'
     """
@@ -222,6 +233,8 @@ with --resume.')
         return LostRankError(f"Rank {rank} of {world} ends{at}, since {lost.who} received {lost.signal}.", lost.signal)
     if lost.words:
         return LostRankError(f"Rank {rank} of {world} ends{at}, since {lost.who} failed: {lost.words}")
+    if lost.silent and re.search(rf"\brank {rank} \(", lost.who):
+        return LostRankError(f"Rank {rank} of {world} did not answer{at}, so the others ended: resume with --resume.")
     reason = f" ({what})" if what else ""
     return LostRankError(f"Rank {rank} of {world} lost {lost.who}{at}{reason}: see its output, and resume with --resume.")
 
