@@ -8,7 +8,6 @@ import numpy as np
 
 from dither.console import Tick
 from dither.data import Corpus, is_prepared, load_template, load_tokenizer, open_tokens, prepare
-from dither.data.preparation import reporting
 from dither.data.text import STDLIB
 from dither.errors import UserError
 from dither.train.config import Config
@@ -39,8 +38,7 @@ def open_corpus(
                 tokenizer = load_tokenizer(config.data.tokenizer)
                 chat = config.data.kind == "chat"
                 written = load_template(tokenizer, config.data.tokenizer) if chat else tokenizer
-                progress = None if tick is None else reporting(tick)
-                prepare(sources, own, written, held_out=config.data.held_out, progress=progress, say=say, stop=stop)
+                prepare(sources, own, written, held_out=config.data.held_out, tick=tick, say=say, stop=stop)
 
         while_others_wait(ranks, tokenize if ranks.main else None)
         corpus = _verified(own, ranks, say)
