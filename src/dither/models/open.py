@@ -64,6 +64,14 @@ class Found:
             raise UserError(f"The checkpoint {str(self.path)!r} was not made by `dither train`: it has no config.")
         return others
 
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The config of the run in a checkpoint, as a TOML table."""
+        try:
+            return tomllib.loads(self.others["config"])
+        except tomllib.TOMLDecodeError:
+            raise UserError(f"The checkpoint {str(self.path)!r} was not made by `dither train`: it has no config.") from None
+
     def sha256(self) -> str:
         """Return the SHA-256 in the manifest of a checkpoint, or that of all files of a folder: a second per gigabyte."""
         if self.kind == "checkpoint":
@@ -207,11 +215,10 @@ def open_model(
 def _of_checkpoint(
     found: Found, device: torch.device | str, dtype: torch.dtype | None, as_trained: bool, adapters: str
 ) -> Opened:
-    others = found.others
+    config = found.config
     try:
-        config = tomllib.loads(others["config"])
         section, rank = config["model"], config.get("lora", {}).get("rank")
-    except (KeyError, AttributeError, tomllib.TOMLDecodeError):
+    except (KeyError, AttributeError):
         raise UserError(f"The checkpoint {str(found.path)!r} was not made by `dither train`: it has no config.") from None
     if rank is not None and adapters == "refuse":
         raise UserError(
