@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import json as json_text
-import os
-import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from dither.console import ProgressBars, Stage, print_table
+from dither.commands.arguments import Device, Json, ModelPath
+from dither.console import ProgressBars, Stage, print_result, print_table
 from dither.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,9 +24,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    model: Annotated[
-        Path | None, tyro.conf.arg(metavar="RUN|CHECKPOINT|MODEL", help_behavior_hint="(required, before all options)")
-    ] = None,
+    model: ModelPath,
     /,
     data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SOURCE...")] = (),
     cast: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FORMAT...")] = (),
@@ -40,8 +36,8 @@ def evaluate(
     shots: int | None = None,
     sequence: int | None = None,
     sequences: int = 0,
-    device: str = "auto",
-    json: bool = False,
+    device: Device = "auto",
+    json: Json = False,
 ) -> int:
     """Evaluate a model on held-out text and on tasks, also with other casts.
 
@@ -49,7 +45,6 @@ def evaluate(
     Differences are paired: of the same batches of text, and of the same questions.
 
     Args:
-        model: A run, whose newest whole checkpoint is evaluated, a checkpoint, or a folder of a Hugging Face model.
         data: Other text, all of which is read, or a prepared folder, whose held-out part is read; by default that of the run.
         cast: Also cast the weights of linear layers as for deployment, such as e2m1:block(32), e4m3:row or mxfp4; "learned"
             casts sampled layers by their learned bitwidths.
@@ -62,11 +57,7 @@ def evaluate(
         sequence: Tokens per sequence, and most tokens per question; by default as in training, or 1024, and for questions as
             many as the model has positions.
         sequences: Number of sequences, evenly spaced over the text; 0 means all.
-        device: auto (cuda if available), cpu, cuda, or cuda:N.
-        json: Print JSON.
     """
-    if model is None:
-        raise UserError(_misplaced({"data": data, "cast": cast, "plan": plan, "against": against, "tasks": tasks}))
     from dither.train import evaluation
     from dither.train.evaluation import Variants
 
@@ -78,24 +69,13 @@ def evaluate(
         result = evaluation.run(
             model, data, variants=variants, score=score, sequence=sequence, sequences=sequences, device=device, stage=stage
         )
-    if json:
-        print(json_text.dumps(result.to_dict(), indent=1, allow_nan=False))
-    else:
+
+    def in_words() -> None:
         _print_text(result)
         _print_tasks(result)
+
+    print_result(result, in_words, json=json)
     return 0
-
-
-def _misplaced(options: Mapping[str, tuple[str, ...]]) -> str:
-    """Return a sentence about a missing model: an option takes all words after it, and the model may be among them."""
-    for name, words in options.items():
-        if words and os.path.isdir(words[-1]) and name not in ("data", "against"):
-            others = shlex.join(words[:-1])
-            return (
-                f"--{name} takes every word after it, and so {words[-1]!r} too: name the model first, as in "
-                f"`dither eval {shlex.quote(words[-1])} --{name} {others}`."
-            )
-    return "Name the model first, before all options, as in `dither eval runs/latest --cast mxfp4`."
 
 
 @dataclass(frozen=True)

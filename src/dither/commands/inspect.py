@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json as json_text
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from dither.console import ProgressBars, print_table
+from dither.commands.arguments import Json, ModelPath
+from dither.console import ProgressBars, print_result, print_table
 
 if TYPE_CHECKING:
     from dither.tools.inspect import InspectedModel
@@ -19,12 +18,12 @@ CASTS = ("e4m3", "e2m1")
 
 
 def inspect(
-    model: Annotated[Path, tyro.conf.arg(metavar="RUN|CHECKPOINT|MODEL")],
+    model: ModelPath,
     /,
     cast: Annotated[
         tuple[str, ...], tyro.conf.arg(metavar="FORMAT...", help_behavior_hint=f"(default: {' '.join(CASTS)})")
     ] = (),
-    json: bool = False,
+    json: Json = False,
 ) -> int:
     """Show the weights of a saved model, layer by layer.
 
@@ -33,19 +32,14 @@ def inspect(
     with the spacing of the format of the weights.
 
     Args:
-        model: A run, whose newest whole checkpoint is read, a checkpoint, or a folder of a Hugging Face model.
         cast: Casts to try, such as e2m1:block(32), e4m3:row or mxfp4; a format alone means blocks of 32 x 32.
-        json: Print JSON.
     """
     from dither.tools import inspect as inspection
     from dither.train.evaluation import parse_cast
 
     casts = [parse_cast(each) for each in cast or CASTS]
     inspected = inspection.inspect(model, casts, ProgressBars(sys.stderr).stage)
-    if json:
-        print(json_text.dumps(inspected.to_dict(), indent=1, allow_nan=False))
-    else:
-        _print_model(inspected)
+    print_result(inspected, lambda: _print_model(inspected), json=json)
     return 0
 
 
