@@ -254,8 +254,9 @@ def test_weights_and_the_row_wise_formula_reach_the_plan(run, text, tmp_path, ca
     assert line["plan"]["provenance"]["update_weight"] == 0
 
 
-def test_a_plan_trains(run, text, tmp_path):
-    assert plan(run, "--probe", "direct", "-o", tmp_path / "plan.json") == 0
+def test_a_plan_trains(run, text, tmp_path, capsys):
+    assert plan(run, "--probe", "direct", "-o", tmp_path / "plan.json", "--json") == 0
+    assert Plan.from_dict(json.loads(capsys.readouterr().out)) == Plan.load(tmp_path / "plan.json")
     config = settings(
         text, tmp_path / "run", "run.steps=1", "precision.mode=fp32", f'precision.plan="{tmp_path / "plan.json"}"'
     )
@@ -282,6 +283,9 @@ def test_frontier(run, capsys):
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
     assert [row[0] for row in rows] == ["0.000", "0.500", "1.000"]
     assert float(rows[0][2]) < float(rows[1][2]) < float(rows[2][2])
+    assert plan("frontier", run, "--probe", "direct", "--targets", "3", "--stages", "1", "1", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [f"{each['harm']:.4g}" for each in found] == [row[2] for row in rows]
 
 
 @pytest.mark.parametrize(
