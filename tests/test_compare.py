@@ -17,7 +17,7 @@ import pytest
 import torch
 from runs import said, write_words
 
-from dither import Sampling, UserError, convert, step_context
+from dither import Sampling, UserError, cli, convert, step_context
 from dither.evaluate import estimates
 from dither.report import curves, figures
 from dither.report.comparison import Comparison, Entry, shown
