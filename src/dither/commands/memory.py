@@ -142,7 +142,7 @@ def _run_of(model: str | None) -> _RunShape | None:
     shape = model_shape(config.model.size or config.model.hf)
     if config.model.hf is None:
         shape = replace(shape, vocab=config.model.vocab or _words(config, folder))
-    precision, data = config.precision, config.data
+    precision, data = config.precision.resolved(bf16=True), config.data
     # The plan of fp8-auto casts some layers: the estimate is for all of them.
     default = precision.plan_of(precision.entries[0][1], {name: recipe_named("fp8-current") for name in MEASURED}).default
     sampling = precision.sampling

@@ -325,16 +325,15 @@ def _print_units(report: MachineReport) -> None:
     print_table(
         f"Native matrix units of {report.products_on} against the reference",
         ("units", "correct", "note", "used"),
-        [(u.name, "yes" if u.passed else "no", u.note, _when_used(u, u.name in known)) for u in report.units],
+        [
+            (u.name, "yes" if u.passed else "no", u.note, "always" if u.name in known else "if recorded" if u.passed else "no")
+            for u in report.units
+        ],
     )
     print_text(
         "  `dither doctor --engines FILE` records those that are correct; convert(engines=FILE) and precision.engines use them."
     )
     print()
-
-
-def _when_used(units: Product, known: bool) -> str:
-    return "always" if known else "if recorded" if units.passed else "no"
 
 
 def _print_self_test(test: SelfTest) -> None:

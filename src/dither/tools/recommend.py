@@ -50,7 +50,8 @@ class Recommendation:
     def settings(self) -> tuple[str, ...]:
         """Return the settings for `dither train --set`."""
         given = {"mode": self.choice.mode, "recipe": self.choice.recipe, "states": self.choice.states}
-        return tuple(f"precision.{name}={value}" for name, value in given.items() if value is not None)
+        again = ("parallel.checkpointing=full",) if self.checkpointing else ()
+        return (*(f"precision.{name}={value}" for name, value in given.items() if value is not None), *again)
 
     def __str__(self) -> str:
         return f"{self.choice} + checkpointing" if self.checkpointing else str(self.choice)
@@ -116,10 +117,7 @@ STOCHASTIC = (
     "usual learning rate and twice as much: its paper finds 2 to 4 times the usual rate best, a sweep of ours the usual one."
 )
 EIGHT_BITS = "States of 8 bits (companded8) take 2 bytes per parameter less than BF16's."
-AGAIN = (
-    "Checkpointing computes each block twice, about a third more work, and changes no number. `dither train` has no switch for "
-    "it: in a loop of your own, torch.utils.checkpoint does it."
-)
+AGAIN = "Checkpointing (parallel.checkpointing) computes each block twice, about a third more work, and changes no number."
 SMALL = "FP8 gains little far below 1B parameters: with bf16-sr it ran at 1.10 times o1's speed at 134M, and 1.38 at 1B (H200)."
 EIGHT = "fp8-current ran at 1.290 (1B), 1.318 (3B) and 1.341 times (8B with 4 layers) the speed of BF16 on an H200."
 UNTRIED = "FP8 was not measured on this kind of GPU: compare it with `--set precision.mode=o1` first."
