@@ -7,7 +7,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -61,11 +60,8 @@ def evaluate(
     from dither.train import evaluation
     from dither.train.evaluation import Variants
 
-    variants = Variants(cast, plan, against)
-    if not tasks and any(given is not None for given in (task_data, limit, shots)):
-        raise UserError("--task-data, --limit and --shots are for tasks: name them with --tasks.")
-    stage = ProgressBars(sys.stderr).stage
-    with _scorer(_Questions(tasks, task_data, limit, shots, sequence), stage) as score:
+    variants, stage = Variants(cast, plan, against), ProgressBars(sys.stderr).stage
+    with _scorer(tasks, task_data, limit, shots, sequence, stage) as score:
         result = evaluation.run(
             model, data, variants=variants, score=score, sequence=sequence, sequences=sequences, device=device, stage=stage
         )
@@ -78,21 +74,14 @@ def evaluate(
     return 0
 
 
-@dataclass(frozen=True)
-class _Questions:
-    """The options for tasks."""
-
-    names: tuple[str, ...]
-    folder: Path | None
-    limit: int | None
-    shots: int | None
-    longest: int | None
-
-
 @contextmanager
-def _scorer(asked: _Questions, stage: Stage) -> Iterator[Score | None]:
+def _scorer(
+    names: tuple[str, ...], folder: Path | None, limit: int | None, shots: int | None, longest: int | None, stage: Stage
+) -> Iterator[Score | None]:
     """Yield the function that scores models on tasks, or None without tasks."""
-    if not asked.names:
+    if not names:
+        if any(given is not None for given in (folder, limit, shots)):
+            raise UserError("--task-data, --limit and --shots are for tasks: name them with --tasks.")
         yield None
         return
     if importlib.util.find_spec("lm_eval") is None:
@@ -101,8 +90,8 @@ def _scorer(asked: _Questions, stage: Stage) -> Iterator[Score | None]:
         with stage("Importing lm-eval and loading tasks"):
             from dither.integrations import lm_eval
 
-            tasks = lm_eval.Tasks.parse(asked.names, asked.folder, asked.limit, asked.shots)
-            score = lm_eval.scorer(tasks, Path(scratch), asked.longest, stage)
+            tasks = lm_eval.Tasks.parse(names, folder, limit, shots)
+            score = lm_eval.scorer(tasks, Path(scratch), longest, stage)
         yield score
 
 
