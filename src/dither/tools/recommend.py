@@ -117,7 +117,10 @@ STOCHASTIC = (
     "usual learning rate and twice as much: its paper finds 2 to 4 times the usual rate best, a sweep of ours the usual one."
 )
 EIGHT_BITS = "States of 8 bits (companded8) take 2 bytes per parameter less than BF16's."
-AGAIN = "Checkpointing (parallel.checkpointing) computes each block twice, about a third more work, and changes no number."
+AGAIN = (
+    "Checkpointing computes each block twice, about a third more work, and changes no number: set "
+    "parallel.checkpointing='full', or use torch.utils.checkpoint in a loop of your own."
+)
 SMALL = "FP8 gains little far below 1B parameters: with bf16-sr it ran at 1.10 times o1's speed at 134M, and 1.38 at 1B (H200)."
 EIGHT = "fp8-current ran at 1.290 (1B), 1.318 (3B) and 1.341 times (8B with 4 layers) the speed of BF16 on an H200."
 UNTRIED = "FP8 was not measured on this kind of GPU: compare it with `--set precision.mode=o1` first."
