@@ -19,7 +19,7 @@ from dither.errors import UserError
 if TYPE_CHECKING:
     from dither.evaluate.estimates import Estimate
     from dither.evaluate.held_out import TaskScore
-    from dither.train.evaluation import Evaluated, Score, Variant
+    from dither.evaluate.variants import Evaluated, Score, Variant
 
 
 def evaluate(
@@ -57,13 +57,23 @@ def evaluate(
             many as the model has positions.
         sequences: Number of sequences, evenly spaced over the text; 0 means all.
     """
-    from dither.train import evaluation
-    from dither.train.evaluation import Variants
+    from dither.evaluate import variants as evaluation
+    from dither.train.config import RunSettings
+    from dither.train.ranks import joined
 
-    variants, stage = Variants(cast, plan, against), ProgressBars(sys.stderr).stage
-    with _scorer(tasks, task_data, limit, shots, sequence, stage) as score:
-        result = evaluation.run(
-            model, data, variants=variants, score=score, sequence=sequence, sequences=sequences, device=device, stage=stage
+    RunSettings(device=device)  # checks it
+    variants, stage = evaluation.Variants(cast, plan, against), ProgressBars(sys.stderr).stage
+    with _scorer(tasks, task_data, limit, shots, sequence, stage) as score, joined(device) as ranks:
+        result = evaluation.evaluate(
+            model,
+            data,
+            variants=variants,
+            score=score,
+            sequence=sequence,
+            sequences=sequences,
+            device=ranks.device,
+            once=ranks.once,
+            stage=stage,
         )
 
     def in_words() -> None:

@@ -18,8 +18,8 @@ from dither.errors import UserError
 if TYPE_CHECKING:
     from torch import nn
 
-    from dither.exporting.sampling_text import Sampler
     from dither.exporting.sources import Source
+    from dither.models.generation import Sampler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,20 +46,20 @@ class Generation:
     @contextmanager
     def opened(self, model: Path) -> Iterator[tuple[Source, nn.Module, Sampler]]:
         """Open a model, and yield it as it was read, as it is cast, and the sampler of its tokens."""
-        from dither.exporting import sampling_text
         from dither.exporting.sources import opened
+        from dither.models.generation import Sampler
 
         if self.tokens < 1 or self.top_k < 0:
             raise UserError(f"--tokens is at least 1 and --top-k at least 0, not {self.tokens} and {self.top_k}.")
         top_p = None if self.top_p == 1 else self.top_p
-        sampler = sampling_text.Sampler(self.tokens, self.temperature, self.top_k or None, top_p)
+        sampler = Sampler(self.tokens, self.temperature, self.top_k or None, top_p)
         reading = ProgressBars(sys.stderr).stage(f"Reading {model}")
         with ExitStack() as stack:
             with reading:
                 source = stack.enter_context(
                     opened(model, tokenizer=self.tokenizer, text=False, few_bits=True, device=self.device)
                 )
-                ready = sampling_text.prepare(source.model, self.plan, self.cast)
+                ready = source.cast(self.plan, self.cast)
             yield source, ready, sampler
 
 
@@ -84,18 +84,18 @@ def generate(
     """
     import torch
 
-    from dither.exporting import sampling_text
+    from dither.models.generation import text_of
 
     if samples < 1:
         raise UserError(f"--samples is at least 1, not {samples}.")
     with generation.opened(model) as (source, ready, sampler):
-        tokenizer = sampling_text.tokenizer_of(source)
+        tokenizer = source.text_tokenizer()
         given = tokenizer.encode(prompt) or [tokenizer.end]
         for seed in range(generation.seed, generation.seed + samples):
             drawn = sampler.extend(ready, given, tokenizer.end, torch.Generator().manual_seed(seed))
             if samples > 1:
                 print(f"--- seed {seed}")
-            print(prompt + sampling_text.text_of(tokenizer, drawn))
+            print(prompt + text_of(tokenizer, drawn))
     return 0
 
 
@@ -108,10 +108,10 @@ def chat(model: ModelPath, /, generation: tyro.conf.OmitArgPrefixes[Generation] 
     Args:
         generation: How the model is read, and how tokens are drawn.
     """
-    from dither.exporting import sampling_text
+    from dither.models.generation import Chat
 
-    with generation.opened(model) as (source, _, sampler):
-        answer = sampling_text.conversation(source, sampler, generation.seed)
+    with generation.opened(model) as (source, ready, sampler):
+        talk = Chat(ready, sampler, generation.seed, source.chat_tokenizer(), simple=source.template == "simple")
         marker = "> " if sys.stdin.isatty() else ""
         while True:
             print(marker, end="", flush=True)
@@ -119,4 +119,4 @@ def chat(model: ModelPath, /, generation: tyro.conf.OmitArgPrefixes[Generation] 
             if not line:
                 return 0
             if line.strip():
-                print(answer(line.rstrip("\n")), flush=True)
+                print(talk.answer(line.rstrip("\n")), flush=True)

@@ -12,11 +12,12 @@ import tyro
 
 from dither.commands.arguments import Json
 from dither.console import print_result, print_table, print_text
+from dither.data.settings import TOKENS
 from dither.errors import UserError
 from dither.spec.recipes import MEASURED, recipe_name
 from dither.spec.recipes import recipe as recipe_named
 from dither.train import config as configs
-from dither.train.files import CONFIG, TOKENS
+from dither.train.config import CONFIG
 
 if TYPE_CHECKING:
     from dither.tools.gpus import Gpu

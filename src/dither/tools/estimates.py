@@ -103,11 +103,12 @@ def estimate_run(path: str, estimator: Estimator, chosen: RunOptions, bars: Prog
 @contextmanager
 def _restored(path: str, chosen: RunOptions, bars: ProgressBars) -> Iterator[Trainer]:
     """Restore the newest whole checkpoint of a run, or the checkpoint at the path."""
+    from dither.data import open_corpus
     from dither.models.open import find_model
     from dither.train import config
-    from dither.train.files import CONFIG
+    from dither.train.config import CONFIG
     from dither.train.ranks import joined
-    from dither.train.trainer import Trainer, open_corpus
+    from dither.train.trainer import Trainer
 
     found = find_model(path)
     folder = found.run
@@ -125,6 +126,6 @@ def _restored(path: str, chosen: RunOptions, bars: ProgressBars) -> Iterator[Tra
         if ranks.world > 1:
             raise UserError("dither plan runs in one process: start it without torchrun.")
         with bars.stage(f"Reading {path}"):
-            trainer = Trainer(run, open_corpus(run, folder, ranks), ranks, initial=False)
+            trainer = Trainer(run, open_corpus(run.data, folder, once=ranks.once), ranks, initial=False)
             trainer.restore(found.path)
         yield trainer
