@@ -414,8 +414,8 @@ def test_tables_on_a_terminal_keep_brackets(monkeypatch, capsys):
 
 
 @pytest.fixture
-def terminal(monkeypatch):
-    """A terminal of 80 columns."""
+def terminal(monkeypatch, capsys):
+    """A terminal of 80 columns, whose output is captured."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
 

@@ -136,7 +136,8 @@ def kept_by_autograd(config, mode: str, what: str | None, memory: MemoryOptions)
 
         autocast = torch.autocast("cpu", torch.bfloat16) if mode == "o1" else contextlib.nullcontext()
         text = torch.randint(256, (B, S + 1), generator=torch.Generator().manual_seed(0))
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), step_context(model, step=0), autocast:
+        step = contextlib.nullcontext() if what is None else step_context(model, step=0)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), step, autocast:
             model(text[:, :-1], text[:, 1:])
             layers = [module for module in model.modules() if isinstance(module, Linear)]
             held = [part for layer in layers for codes in layer.cache.codes or () if codes for part in codes]
