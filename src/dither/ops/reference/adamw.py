@@ -253,8 +253,8 @@ class Batch:
             columns = constants[rows].repeat_interleave(sizes, 0).t().contiguous().unbind()
             self._update(replace(pieces[0], **joined), flat, columns, step)
             for key, values in joined.items():
-                for piece, part in zip(pieces, torch.split(values, sizes.tolist()), strict=True):
-                    getattr(piece, key).copy_(part.view_as(piece.w))
+                for piece, new in zip(pieces, torch.split(values, sizes.tolist()), strict=True):
+                    getattr(piece, key).copy_(new.view_as(piece.w))
 
     def _by_coordinates(self, piece: Piece) -> bool:
         """Return True if the update of an element depends on its row and column: on random bits, or on its block."""
