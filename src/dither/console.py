@@ -5,7 +5,7 @@ import io
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TextIO
 
@@ -154,7 +154,7 @@ def print_table(
     title: str,
     header: Sequence[str],
     rows: Sequence[Sequence[str]],
-    right: Sequence[int] = (),
+    right: Collection[int] = (),
     links: Mapping[tuple[int, int], str] | None = None,
 ) -> None:
     """Print a table: drawn on a terminal, plain text elsewhere.
@@ -186,14 +186,24 @@ def print_table(
             table.add_row(*map(Text, row, styles))  # verbatim: brackets in an error message are not markup
         Console().print(table)
         return
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     print(title)
-    for row in (header, *rows):
-        cells = [
-            cell.rjust(width) if index in right else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        print(f"  {'  '.join(cells)}".rstrip())
+    for line in aligned([header, *rows], right):
+        print(f"  {line}".rstrip())
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Return rows of cells as lines whose columns are aligned, those of `right` at their right ends.
+
+    >>> aligned([("name", "MiB"), ("a", "1")], right=[1])
+    ['name  MiB', 'a       1']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        pairs = enumerate(zip(row, widths, strict=True))
+        cells = (cell.rjust(width) if index in right else cell.ljust(width) for index, (cell, width) in pairs)
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def printed(table: object, *, indented: bool = False) -> str:

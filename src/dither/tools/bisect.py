@@ -46,7 +46,7 @@ from dither.errors import UserError
 from dither.nn import bitwidth_loss, step_context
 from dither.nn.layers import Conv1D
 from dither.nn.step import untouched
-from dither.numerics.report import finite
+from dither.numerics.monitor import finite
 from dither.optim.training import autocast_dtype
 from dither.train.trainer import Trainer
 
