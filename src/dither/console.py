@@ -9,7 +9,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -214,7 +214,7 @@ def print_table(
     title: str,
     header: Sequence[str],
     rows: Sequence[Sequence[str]],
-    right: Sequence[int] = (),
+    right: Collection[int] = (),
     links: Mapping[tuple[int, int], str] | None = None,
 ) -> None:
     """Print a table. On a terminal it fits, and no word or number is split.
@@ -283,7 +283,7 @@ def _total(widths: Iterable[int]) -> int:
     return sum(width + GAP for width in widths) - GAP
 
 
-def _narrowed(columns: Sequence[Sequence[str]], right: Sequence[int], room: int) -> list[int]:
+def _narrowed(columns: Sequence[Sequence[str]], right: Collection[int], room: int) -> list[int]:
     """Return widths of columns that fit, if wrapping headers and texts is enough."""
     found, least = [], []
     for index, (name, *cells) in enumerate(columns):
@@ -323,6 +323,21 @@ def _blocks(widths: Sequence[int], room: int) -> list[list[int]]:
             blocks.append([0])
         blocks[-1].append(index)
     return blocks
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Return rows of cells as lines whose columns are aligned, those of `right` at their right ends.
+
+    >>> aligned([("name", "MiB"), ("a", "1")], right=[1])
+    ['name  MiB', 'a       1']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        pairs = enumerate(zip(row, widths, strict=True))
+        cells = (cell.rjust(width) if index in right else cell.ljust(width) for index, (cell, width) in pairs)
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def printed(table: object, *, indented: bool = False) -> str:

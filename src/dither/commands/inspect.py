@@ -44,7 +44,7 @@ def inspect(
 
 
 def _print_model(inspected: InspectedModel) -> None:
-    from dither.numerics.report import UPDATE_HEADER, percent
+    from dither.numerics.monitor import UPDATE_HEADER, percent, update_rows
 
     header = ("layer", "shape", "amax", "median", "binades", "clipped", "flushed", "subnormal", "SQNR, dB")
     for cast in inspected.layers[0].casts if inspected.layers else ():
@@ -64,16 +64,9 @@ def _print_model(inspected: InspectedModel) -> None:
         ]
         print_table(f"{inspected.model}: weights in {cast}", header, rows, right=range(2, 9))
         print()
-    updates = sorted(
-        ((layer.name, layer.update) for layer in inspected.layers if layer.update is not None),
-        key=lambda pair: pair[1].ratio or 0.0,
-    )
-    of_updates = [
-        (name, each.format, each.rounding, "-" if each.ratio is None else f"{each.ratio:.3g}", percent(each.stagnant))
-        for name, each in updates
-    ]
-    if of_updates:
-        print_table(f"Updates of step {inspected.step} against the spacing of weights", UPDATE_HEADER, of_updates, right=[3, 4])
+    updates = update_rows([(layer.name, layer.update) for layer in inspected.layers if layer.update is not None])
+    if updates:
+        print_table(f"Updates of step {inspected.step} against the spacing of weights", UPDATE_HEADER, updates, right=[3, 4])
     elif inspected.note:
         print(inspected.note)
 

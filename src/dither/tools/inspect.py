@@ -19,8 +19,7 @@ from dither.models.presets import skeleton
 from dither.nn.convert import reasons_left_alone
 from dither.nn.sites import find_sites, weight_of
 from dither.numerics.counts import COUNTS, SAMPLE, cast_counts
-from dither.numerics.monitor import MeasuredUpdate, last_update
-from dither.numerics.report import WeightUpdate
+from dither.numerics.monitor import MeasuredUpdate, WeightUpdate, last_update
 from dither.ops.backend import implementation
 from dither.optim import AdamMini, AdamW, roles
 from dither.optim.groups import MEANING

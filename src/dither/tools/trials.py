@@ -18,7 +18,6 @@ import torch
 from dither import files
 from dither.console import Stage, Tick, silent
 from dither.data import is_prepared, load_tokenizer, open_tokens, prepare
-from dither.data.preparation import reporting
 from dither.data.text import STDLIB
 from dither.errors import UserError
 from dither.report.comparison import Comparison, Entry, Value, shown
@@ -155,7 +154,7 @@ def prepare_once(common: Config, folder: Path, tick: Tick = lambda done, total: 
         return
     if not is_prepared(own):
         tokenizer = load_tokenizer(common.data.tokenizer)
-        prepare(sources, own, tokenizer, held_out=common.data.held_out, progress=reporting(tick))
+        prepare(sources, own, tokenizer, held_out=common.data.held_out, tick=tick)
     elif open_tokens(own, verify=False).sources != sources:
         raise UserError(f"The tokens in {str(own)!r} were made from other text: choose another folder with --out.")
 
