@@ -7,6 +7,7 @@ import random
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -519,9 +520,9 @@ class SecondRank(Ranks):
     heard: tuple[str, ...] = ()
     error: str = ""
 
-    def gather(self, words: str) -> list[str]:
-        assert words == ""
-        return [next(line for line in self.heard if line), words]
+    def gather(self, row: Any) -> list[Any]:
+        assert row is None
+        return [next(json.loads(line) for line in self.heard if line), row]
 
     def first_error(self, error: str) -> str:
         return error or self.error
