@@ -413,9 +413,8 @@ def test_tables_on_a_terminal_keep_brackets(monkeypatch, capsys):
     assert "━" in output or "─" in output
 
 
-@pytest.fixture
-def terminal(monkeypatch, capsys):
-    """A terminal of 80 columns, whose output is captured."""
+def narrow_terminal(monkeypatch):
+    """Let the captured output of a test be a terminal of 80 columns."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
 
@@ -427,7 +426,8 @@ def screen(capsys):
     return lines
 
 
-def test_no_number_is_split_on_a_narrow_terminal(terminal, capsys):
+def test_no_number_is_split_on_a_narrow_terminal(monkeypatch, capsys):
+    narrow_terminal(monkeypatch)
     assert cli.main(["formats"]) == 0
     words = [line.split() for line in screen(capsys)]
     assert any(row[:5] == ["fp32", "32", "8/23", "127", "3.40282e+38"] for row in words)
@@ -435,7 +435,8 @@ def test_no_number_is_split_on_a_narrow_terminal(terminal, capsys):
     assert sum(row[:1] == ["e4m3"] for row in words) == 2
 
 
-def test_texts_are_wrapped_and_names_lose_what_they_share(terminal, capsys):
+def test_texts_are_wrapped_and_names_lose_what_they_share(monkeypatch, capsys):
+    narrow_terminal(monkeypatch)
     note = "a product that is not implemented for this kind of device " * 3
     print_table("Products", ("product", "note"), [("fp8, 1x128 times 128x128", note)])
     lines = screen(capsys)
@@ -448,7 +449,8 @@ def test_texts_are_wrapped_and_names_lose_what_they_share(terminal, capsys):
     assert [line.split()[0] for line in screen(capsys)[3:]] == [layer.replace("model.layers.", "…") for layer in layers]
 
 
-def test_links_of_a_terminal(terminal, capsys):
+def test_links_of_a_terminal(monkeypatch, capsys):
+    narrow_terminal(monkeypatch)
     print_table("Runs", ("run", "report"), [("a", "page")], links={(0, 1): "file:///a"})
     assert "\x1b]8;;file:///a\x1b\\page\x1b]8;;\x1b\\" in capsys.readouterr().out
 

@@ -213,12 +213,13 @@ def fastest(shape: Shape, gpu: Gpu, passes: StepPasses) -> Fastest:
     >>> dict(found.settings), found.fits
     ({'precision.mode': 'bf16-sr', 'precision.recipe': 'fp8-current', 'precision.output': 'fp8-current'}, True)
     """
+    leaner = LEANER
     if gpu.capability is None or gpu.capability < (8, 0):
         rungs, reasons = _ladder(shape, gpu, "none")
         base = {"precision.mode": rungs[0].choice.mode}
-        leaner = ({}, {"parallel.checkpointing": "full"})
+        leaner = (LEANER[0], LEANER[-1])
     else:
-        base, reasons, leaner = {"precision.mode": "bf16-sr"}, [STOCHASTIC], LEANER
+        base, reasons = {"precision.mode": "bf16-sr"}, [STOCHASTIC]
         if gpu.capability[0] == 9 and shape.parameters >= FP8_FASTER_FROM:
             base |= {"precision.recipe": "fp8-current", "precision.output": "fp8-current"}
             reasons = [EIGHT, *reasons]
