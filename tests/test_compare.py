@@ -19,7 +19,7 @@ from runs import said, write_words
 
 from dither import Sampling, UserError, convert, step_context
 from dither.evaluate import estimates
-from dither.report import curves, figures
+from dither.report import figures
 from dither.report.comparison import Comparison, Entry, shown
 from dither.settings import value_at
 from dither.tools import arms, trials
@@ -321,19 +321,19 @@ def test_the_figure_of_a_sweep(values, tmp_path):
     losses = {value: [3.0 - 0.1 * place, 3.1] for place, value in enumerate(values)}
     losses[values[2]] = [None, 1.0]
     found = compared("optim.lr", o1=losses, sr=losses)
-    path = figures.sweep_file(found, tmp_path / "new" / "sweep.svg")
+    chart = found.sweep_chart()
+    path = figures.write_drawing(figures.draw_chart(chart), tmp_path / "new" / "sweep.svg")
     ElementTree.parse(path)  # well-formed
     text = path.read_text()
-    assert figures.sweep_file(found, tmp_path / "again.svg").read_text() == text
+    assert figures.write_drawing(figures.draw_chart(chart), tmp_path / "sweep.svg").read_text() == text
     assert all(f">{word}<" in text for word in ("o1", "sr", "optim.lr"))
     assert "<b>" not in text
-    chart = curves.sweep_chart(found)
     assert [(line.label, line.y) for line in chart.lines] == [
         (arm, tuple((losses[value][0] + losses[value][1]) / 2 for value in values[:2])) for arm in ("o1", "sr")
     ]
     assert [text for _, text in chart.ticks] == [shown(value) for value in values]
     assert "did not reach its last step" in chart.about
-    assert curves.sweep_chart(compared(o1=[1.0])) is None
+    assert compared(o1=[1.0]).sweep_chart() is None
 
 
 # A sweep, whole --------------------------------------------------------------------------------------------------------

@@ -135,7 +135,7 @@ def test_a_row_says_what_is_missing_and_the_rest_goes_on(tmp_path):
     assert "'x' is not used" in text
     assert [row.loss.count for row in report.rows] == [2, 1]
     paths = write_ladder(report, tmp_path / "new")
-    assert [path.name for path in paths] == ["ladder.md", "ladder.json", "losses.svg", "differences.svg"]
+    assert [path.name for path in paths] == ["ladder.md", "ladder.json", "losses.svg"]
     assert json.loads(paths[1].read_text())["rows"][1]["difference"]["count"] == 1
 
 

@@ -19,11 +19,12 @@ from command_output import error_line
 from report_runs import EVIL, lines, make, seeds
 
 from dither import UserError, checkpoint, cli, report
-from dither.report import charts, curves, figures, page, precision
+from dither.report import charts, figures, layers, page
 from dither.report.charts import format_colour
-from dither.report.comparison import Comparison, summarize
+from dither.report.comparison import Comparison
 from dither.report.figures import number_line
-from dither.report.page import section_of
+from dither.report.page import Section
+from dither.report.run_table import summarize
 from dither.spec.formats import TABLE, Format
 from dither.spec.recipes import recipe
 
@@ -117,7 +118,7 @@ def test_whatever_a_run_says_stays_text(tmp_path):
         {"kind": "sample", "step": 41, "time": 5, "prompt": EVIL, "text": EVIL},
         {"kind": "guard", "step": 41, "time": 5, "event": EVIL, "text": EVIL},
         {"kind": "plan", "step": 42, "time": 5, "plan": recipe("mxfp4").to_dict(), "reason": EVIL},
-        {"kind": "bitwidths", "step": 42, "time": 5, "layers": {EVIL: {"mean": 4.5, "histogram": [[4, 1.0]]}}},
+        {"kind": "bitwidths", "step": 42, "time": 5, "layers": {EVIL: {"mean": 4.5, "formats": {EVIL: 1.0}}}},
         {"kind": "start", "step": 42, "time": 5, "resumed_from": EVIL},
     ]
     conversion = {
@@ -243,7 +244,7 @@ def test_hostile_lines_of_metrics(tmp_path):
         '{"kind": "eval", "step": 52, "loss": "<b>", "bits_per_byte": true}',
         '{"kind": "sample", "step": 53, "prompt": null, "text": ["a"]}',
         '{"kind": "bitwidths", "step": 54, "layers": [1]}',
-        '{"kind": "bitwidths", "step": 55, "layers": {"h.0.a": {"mean": "x", "histogram": [[1], [1, "x"], 3]}, "b": 3}}',
+        '{"kind": "bitwidths", "step": 55, "layers": {"h.0.b": {"mean": 3, "bins": [[1], [1, "x"], 3]}, "b": 3}}',
         '{"kind": "plan", "step": 56, "plan": {"version": 99}}',
         '{"kind": "plan", "step": 57}',
         '{"kind": "guard", "step": 58, "event": 3, "text": {}}',
@@ -257,7 +258,7 @@ def test_hostile_lines_of_metrics(tmp_path):
     told = found.missing[0]
     assert f"line {len(good) + 1} cannot be read: it is not JSON" in told
     assert f"and {len(bad) - 1} other lines" in told
-    assert found.state == "not known"
+    assert found.state == "unknown"
     html = report.render([found])
     assert len(embedded(html)["charts"]["loss"]["lines"][0]["y"]) == 40
     assert html.count("<script") == 2
@@ -351,7 +352,7 @@ def test_the_precision_map_follows_the_plans_and_shows_the_last(tmp_path):
         {"kind": "plan", "step": 20, "time": 2, "plan": recipe("mxfp4").to_dict(), "reason": "chosen"},
         {"kind": "plan", "step": 30, "time": 2, "plan": recipe("mxfp4").to_dict(), "reason": "kept", "changed": False},
     ]
-    history, missing = precision.plan_history(report.read(make(tmp_path / "run", entries, "fp8-current", names)))
+    history, missing = layers.plan_history(report.read(make(tmp_path / "run", entries, "fp8-current", names)))
     assert missing == []
     assert history.grid.rows == ("Q", "down")
     assert history.grid.places == ((1, 0), (0, 0), (1, 1), (0, 1))
@@ -364,46 +365,41 @@ def test_the_precision_map_follows_the_plans_and_shows_the_last(tmp_path):
         *entries,
         {"kind": "plan", "step": 10, "time": 3, "plan": recipe("fp8-block").to_dict(), "reason": "after a rollback"},
     ]
-    later, _ = precision.plan_history(report.read(make(tmp_path / "again", again, "fp8-current", names)))
+    later, _ = layers.plan_history(report.read(make(tmp_path / "again", again, "fp8-current", names)))
     assert [state.step for state in later.states] == [0, 10]
-    plain, _ = precision.plan_history(report.read(make(tmp_path / "plain")))
+    plain, _ = layers.plan_history(report.read(make(tmp_path / "plain")))
     assert [state.reason for state in plain.states] == ["the run begins"]
 
 
-@pytest.mark.parametrize("recorded", [True, False])
-def test_no_bar_of_the_histogram_is_beyond_the_bitwidths(tmp_path, recorded):
-    """Runs of earlier versions counted weights by their bitwidth rounded up: their bars end at the largest one."""
+def test_no_bar_of_the_histogram_is_beyond_the_bitwidths(tmp_path):
+    recorded = {"bins": [[4.5, 0.59], [5.25, 0.41]], "deviation": 0.1, "formats": {"e4m3": 0.59, "bf16": 0.41}}
     layers = {
-        f"h.{n}.up": {"mean": 5.3, "min": 4.6, "max": high, "histogram": [[5, 0.59], [6, 0.41]], "weights": 100 * (n + 1)}
+        f"h.{n}.up": {"mean": 5.3, "min": 4.6, "max": high, "weights": 100 * (n + 1), **recorded}
         for n, high in enumerate((5.4, 5.2))
     }
-    if recorded:
-        for each in layers.values():
-            each |= {"bins": [[4.5, 0.59], [5.0, 0.41]], "deviation": 0.1, "formats": {"e4m3": 0.59, "bf16": 0.41}}
     entries = [*lines(), {"kind": "bitwidths", "step": 40, "time": 4, "layers": layers}]
     section = report.Report([report.read(make(tmp_path / "run", entries))]).sections[0]
-    bars = section.bitwidths.histogram.bars
+    bars = section.charts["bitwidths"]["run-0-histogram"].bars
     assert sum(share for *_, share in bars) == pytest.approx(1)
     assert min(low for low, *_ in bars) == 4.6
-    assert max(high for _, high, _ in bars) == (5.25 if recorded else 5.4)
+    assert max(high for _, high, _ in bars) == 5.4
     assert section.bitwidths.effective == pytest.approx(0.59 * 8 + 0.41 * 16)
     assert section.bitwidths.scale == (4.0, 6.0)
-    assert [row[0] for row in section.bitwidths.formats.rows] == ["e4m3", "bf16"]
+    assert [row[0] for row in section.bitwidths.formats().rows] == ["e4m3", "bf16"]
 
 
 def test_thinning_keeps_spikes_and_ends():
-    points = [(step, 1.0) for step in range(100_000)]
-    points[54_321] = (54_321, 9.0)
-    points[77] = (77, -5.0)
-    thin = charts.thin(points)
-    assert len(thin) <= charts.MOST_POINTS + 1
-    assert {(54_321, 9.0), (77, -5.0), points[-1]} <= set(thin)
+    losses = [1.0] * 100_000
+    losses[54_321], losses[77] = 9.0, -5.0
+    kept = charts.kept(losses)
+    assert len(kept) <= charts.MOST_POINTS + 1
+    assert {54_321, 77, 99_999} <= set(kept)
 
 
 def test_every_axis_has_the_positions_of_the_run(tmp_path):
     environment = json.dumps({"flops_per_token": 6e6})
     run = report.read(make(tmp_path / "run", environment_json=environment))
-    line = curves.loss_chart(curves.groups_of([run], None)).lines[0]
+    line = report.Report([run]).charts["loss"].lines[0]
     assert line.x["tokens"] == tuple(100 * step for step in line.x["steps"])
     assert line.x["seconds"] == pytest.approx([step / 10 for step in line.x["steps"]])
     assert line.x["FLOPs"] == pytest.approx([6e6 * tokens for tokens in line.x["tokens"]])
@@ -420,7 +416,7 @@ def test_figures_without_matplotlib_are_one_sentence(tmp_path, capsys, monkeypat
 
 
 def test_figures_for_papers_are_the_charts_of_the_page(tmp_path, capsys):
-    layers = {"h.0.up": {"mean": 4.0, "min": 3.5, "max": 4.5, "histogram": [[4, 0.5], [5, 0.5]]}}
+    layers = {"h.0.up": {"mean": 4.0, "min": 3.5, "max": 4.5, "bins": [[3.5, 0.5], [4.0, 0.5]]}}
     entries = [*lines(), {"kind": "bitwidths", "step": 40, "time": 4, "layers": layers}]
     run = make(tmp_path / "<b>", entries)
     assert cli.main(["report", str(run), "--svg", str(tmp_path / "svg"), "--png", str(tmp_path / "png")]) == 0
@@ -455,7 +451,7 @@ def test_the_legend_of_many_curves_is_beside_them():
     arms = tuple(charts.Line(f"arm {n}", {"steps": (0.0, 1.0)}, (n, n + 1.0), n) for n in range(9))
     for count in (figures.MOST_INSIDE, 9):
         with figures._figure("legend") as figure:
-            figures._figure_of(charts.LineChart("Loss", "nats", ("steps",), arms[:count]))(figure)
+            figures.draw_chart(charts.LineChart("Loss", "nats", ("steps",), arms[:count]))(figure)
             FigureCanvasAgg(figure).draw()
             (axes,) = figure.axes
             inside = axes.get_legend() is not None
@@ -478,7 +474,7 @@ def test_a_problem_of_numerics_is_an_event_when_it_begins(tmp_path):
         {"kind": "numerics", "step": step, "time": 1.0, "layers": {}, "problems": problems}
         for step, problems in enumerate(shares)
     ]
-    events = section_of(report.read(make(tmp_path / "run", lines))).events
+    events = Section(report.read(make(tmp_path / "run", lines))).events
     assert events.rows == (("1", "numerics", clipped.format(3)), ("4", "numerics", clipped.format(5)))
 
 
@@ -487,7 +483,7 @@ def test_the_corners_of_the_frontier_are_optimal():
     random = Random(0)
     harm = tuple(tuple(random.random() for _ in range(4)) for _ in range(3))
     savings = tuple(tuple(random.random() for _ in range(4)) for _ in range(3))
-    corners = precision.frontier_points(harm, savings)
+    corners = layers.frontier_points(harm, savings)
     choices = [
         (
             sum(row[at] for row, at in zip(savings, choice, strict=True)),
@@ -502,7 +498,7 @@ def test_the_corners_of_the_frontier_are_optimal():
 
 
 def test_a_pipeline_waits_for_its_neighbours():
-    spans = precision.one_forward_one_backward([1.0, 0.5], 4)
+    spans = layers.one_forward_one_backward([1.0, 0.5], 4)
     ends = {(stage, kind, number): (begin, end) for stage, row in enumerate(spans) for begin, end, kind, number in row}
     for number in "1234":
         assert ends[1, "forward", number][0] >= ends[0, "forward", number][1]
@@ -533,11 +529,11 @@ def test_a_run_that_has_not_logged_yet_has_a_page(tmp_path):
 
 
 def test_how_a_run_ended(tmp_path):
-    for number, (state, words) in enumerate(
-        [("running", "running, or killed"), ("stopped", "stopped by the guard"), ("interrupted", "interrupted by a signal")]
-    ):
-        status = json.dumps({"state": state, "step": 7, "why": ""})
-        assert summarize(report.read(make(tmp_path / str(number), status_json=status))).state == words
+    told = {"running": "running", "stopped": "stopped by the guard", "interrupted": "interrupted by a signal"}
+    for state, words in told.items():
+        run = report.read(make(tmp_path / state, status_json=json.dumps({"state": state, "step": 7, "why": ""})))
+        assert summarize(run).state == state
+        assert f"{words} after 40 steps" in Section(run).lead
     assert summarize(report.read(make(tmp_path / "end", status_json=None))).state == "done"
 
 
@@ -618,17 +614,17 @@ def test_bitwidths_are_recorded_as_they_are(report_run, section):
 def test_the_plan_in_force_is_on_the_frontier_or_above(report_run, section):
     last = metrics(report_run, "plan")[-1]
     said = last["plan"]["provenance"]
-    least, chosen = section.snip.frontier.lines
+    least, chosen = section.charts["snip"]["run-0-frontier"].lines
     assert chosen.x["share saved"][0] == pytest.approx(said["efficiency"])
     assert chosen.y[0] == pytest.approx(said["harm"], rel=1e-6)
     below = max(y for x, y in zip(least.x["share saved"], least.y, strict=True) if x <= chosen.x["share saved"][0] + 1e-9)
     assert chosen.y[0] >= below - 1e-15
-    assert section.snip.frontier.marks == ((0.5, "target 0.5"),)
+    assert section.charts["snip"]["run-0-frontier"].marks == ((0.5, "target 0.5"),)
 
 
 def test_reasons_have_every_layer_once_and_its_option(report_run, section):
     last = metrics(report_run, "plan")[-1]
-    rows = {row[0]: row for row in section.snip.reasons.rows}
+    rows = {row[0]: row for row in section.reasons.rows}
     assert set(rows) == set(last["scores"]["layers"])
     for name, at in zip(last["scores"]["layers"], last["choice"]["chosen"], strict=True):
         assert rows[name][1] == last["scores"]["options"][at]
@@ -642,7 +638,7 @@ def test_stages_of_the_pipeline_take_what_their_layers_cost(report_run, section)
     works = [
         sum(cost for cost, name in zip(costs, last["scores"]["layers"], strict=True) if f"layers.{n}." in name) for n in (0, 1)
     ]
-    spans = [row[1] for row in section.snip.pipeline.rows]
+    spans = [row[1] for row in section.charts["snip"]["run-0-pipeline"].rows]
     busy = [sum(end - begin for begin, end, _, _ in row) for row in spans]
     assert busy[0] / busy[1] == pytest.approx(works[0] / works[1])
 

@@ -338,7 +338,7 @@ def test_runs_of_a_comparison_are_drawn_when_they_are_opened(browser, tmp_path):
 
 def test_hostile_names_stay_text(browser, tmp_path):
     names = [f"model.layers.{n}.{EVIL}" for n in range(3)]
-    layers = {name: {"mean": 4.5, "min": 4, "max": 5, "histogram": [[4, 0.5], [5, 0.5]]} for name in names}
+    layers = {name: {"mean": 4.5, "min": 4, "max": 5, "bins": [[4, 0.5], [4.5, 0.5]]} for name in names}
     bad = {"kind": "guard", "step": 41, "time": 5, "event": EVIL, "text": EVIL, "where": EVIL}
     entries = [*lines(), bad, {"kind": "bitwidths", "step": 40, "time": 5, "layers": layers}]
     run = make(tmp_path / "<img src=x onerror=alert(1)>", entries, names=names)

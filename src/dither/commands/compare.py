@@ -61,17 +61,17 @@ def compare(
     if code := run_all(trials, resume=resume, parallel=parallel, command=sys.argv, say=say, stage=bars.stage):
         return code
     from dither.report import write  # matplotlib and jinja2 take half a second
-    from dither.report.figures import INSTALL, sweep_file
+    from dither.report.figures import INSTALL, draw_chart, write_drawing
 
     with bars.stage("Reading the runs"):
         comparison = collect(trials)
     print()
     print_comparison(comparison)
     print(f"numbers: {write_json(comparison, folder / 'comparison.json')}")
-    if comparison.field is not None and find_spec("matplotlib") is None:
+    if (chart := comparison.sweep_chart()) is not None and find_spec("matplotlib") is None:
         print(f"The sweep is drawn in the report alone: for a figure, {INSTALL}.")
-    elif comparison.field is not None:
-        print(f"figure: {sweep_file(comparison, folder / 'sweep.svg')}")
+    elif chart is not None:
+        print(f"figure: {write_drawing(draw_chart(chart), folder / 'sweep.svg')}")
     with bars.stage("Writing the report"):
         path = write([trial.folder for trial in trials], folder / "report.html", comparison)
     print(f"report: {path}")

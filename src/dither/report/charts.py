@@ -1,14 +1,18 @@
 """Charts as data: what the page draws in a browser and what matplotlib draws into files for papers.
 
-A chart is a frozen dataclass with plain numbers, computed from run folders. `plain` turns it into JSON for the page.
+A chart is a frozen dataclass with plain numbers, computed from run folders. `plain` turns it into JSON for the page. At the end
+are the curves of runs over steps, tokens, time and FLOPs: one line per run, or per configuration with a band over its seeds.
 """
 
+import bisect
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from dither.errors import UserError
+from dither.evaluate.estimates import Estimate, estimate, paired
+from dither.report.run_folder import RunFolder, number
 from dither.spec.formats import Format
 
 ABSENT = "-"
@@ -83,8 +87,6 @@ MOST_POINTS = 800
 
 DIGITS = 6
 """Significant digits of numbers in the page."""
-
-Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,20 @@ class LayerGrid:
     """(row, column) of each layer."""
 
 
+@dataclass(frozen=True)
+class Table:
+    """A table of texts; the terminal and the page show the same."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    right: tuple[int, ...] = ()
+    """Columns of numbers, which are aligned to the right."""
+    best: tuple[int, ...] = ()
+    """Rows that are significantly better than all others."""
+    about: str = ""
+
+
 # Numbers for JSON --------------------------------------------------------------------------------------------------------
 
 
@@ -242,11 +258,6 @@ def kept(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
     return found if found[-1] == last else [*found, last]
 
 
-def thin(points: Points, most: int = MOST_POINTS) -> list[tuple[float, float]]:
-    """Reduce a curve to about `most` points; spikes and the last point stay."""
-    return [points[at] for at in kept([y for _, y in points], most)]
-
-
 def stretches(steps: Sequence[int], most: int) -> list[list[int]]:
     """Return the indices of at most `most` stretches of equal length, in order.
 
@@ -297,18 +308,132 @@ def format_bits(name: str) -> int:
         return 32
 
 
-# Text --------------------------------------------------------------------------------------------------------------------
+# Curves of runs ----------------------------------------------------------------------------------------------------------
+
+AXES = {"steps": "steps", "tokens": "tokens", "seconds": "time", "FLOPs": "FLOPs"}
+"""X axes between which a reader of the page switches, and their names there; a curve may lack some of them."""
+
+FEW = 40
+"""Up to this many points of a held-out curve are marked."""
+
+CURVES = (
+    ("tokens_per_s", "Speed", "tokens per second", True),
+    ("grad_norm", "Gradient norm", "norm before clipping", False),
+    ("lr", "Learning rate", "learning rate", True),
+    ("memory", "Peak memory", "bytes", True),
+    ("mfu", "Share of the peak FLOP/s (MFU)", "fraction", True),
+    ("skipped", "Skipped steps", "steps so far", True),
+    ("loss_scale", "Loss scale", "factor", False),
+)
+"""Other curves than losses: key in the lines of training, title, label of the y axis, and whether that begins at 0."""
 
 
 @dataclass(frozen=True)
-class Table:
-    """A table of texts; the terminal and the page show the same."""
+class Group:
+    """Runs of one configuration that are drawn as one curve."""
 
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    right: tuple[int, ...] = ()
-    """Columns of numbers, which are aligned to the right."""
-    best: tuple[int, ...] = ()
-    """Rows that are significantly better than all others."""
-    about: str = ""
+    label: str
+    runs: Mapping[int, RunFolder]
+    """The run of each seed."""
+    colour: int
+
+
+def loss_chart(groups: Sequence[Group]) -> LineChart | None:
+    """Return training and held-out loss of all groups."""
+    lines: list[Line] = []
+    single = len(groups) == 1 and len(groups[0].runs) == 1
+    for group in groups:
+        average = any(run.curve("train", "loss_ema") for run in group.runs.values())
+        if single and average:
+            lines += _drawn(replace(group, label="training, each step"), "train", "loss", "faint")
+        name = "training, averaged" if single and average else "training" if single else f"{group.label}, training"
+        style = "plain" if single else "faint"
+        lines += _drawn(replace(group, label=name), "train", "loss_ema" if average else "loss", style)
+        lines += _drawn(replace(group, label="held-out" if single else group.label), "eval", "loss", "strong")
+    about = "" if single else "Strong lines: held-out text. Faint lines: training, averaged over steps."
+    return _chart("Loss", "nats per token", lines, f"{about}{_band(groups)}".strip())
+
+
+def difference_chart(groups: Sequence[Group]) -> LineChart | None:
+    """Return the difference of the held-out loss of each group to the first group, paired by seed."""
+    lines, first = [], groups[0].runs
+    for group in groups[1:]:
+        if not set(group.runs) <= set(first):
+            continue
+        pairs = [(dict(run.curve("eval", "loss")), dict(first[seed].curve("eval", "loss"))) for seed, run in group.runs.items()]
+        steps = sorted(set.intersection(*(set(mine) & set(theirs) for mine, theirs in pairs)))
+        found = [(at, paired([mine[at] for mine, _ in pairs], [theirs[at] for _, theirs in pairs])) for at in steps]
+        lines += _line(group, found, "strong", "eval")
+    several = any(len(group.runs) > 1 for group in groups)
+    about = "Differences within each seed: below zero is better." + (" Bands: ± their standard error." if several else "")
+    return _chart(f"Held-out loss, difference to {groups[0].label}", "nats per token", lines, about)
+
+
+def other_charts(groups: Sequence[Group]) -> tuple[LineChart, ...]:
+    """Return speed, learning rate, gradient norm, and what else the runs recorded; charts without data are left out."""
+    found = []
+    for key, title, label, from_zero in CURVES:
+        lines = [line for group in groups for line in _drawn(group, "train", key, "plain")]
+        if any(any(line.y) for line in lines):  # a run without skipped steps needs no chart of them
+            log = key == "grad_norm" and _spread(lines) > 50
+            found.append(_chart(title, label, lines, _band(groups), from_zero=from_zero, log=log))
+    return tuple(chart for chart in found if chart is not None)
+
+
+def _drawn(group: Group, kind: str, key: str, style: str) -> list[Line]:
+    """Return the curve of a group: of its run, or the mean over seeds at the steps that all of them have."""
+    values = [dict(run.curve(kind, key)) for run in group.runs.values()]
+    steps = sorted(set.intersection(*map(set, values)))
+    return _line(group, [(step, estimate([each[step] for each in values])) for step in steps], style, kind)
+
+
+def _line(group: Group, points: Sequence[tuple[float, Estimate | None]], style: str, kind: str) -> list[Line]:
+    known = [(step, each) for step, each in points if each is not None]
+    if not known:
+        return []
+    chosen = [known[at] for at in kept([each.mean for _, each in known])]
+    positions = [_positions(run, [step for step, _ in chosen], kind) for run in group.runs.values()]
+    axes = [axis for axis in AXES if all(axis in each for each in positions)]
+    x = {axis: tuple(sum(xs) / len(xs) for xs in zip(*(each[axis] for each in positions), strict=True)) for axis in axes}
+    banded = all(each.error is not None for _, each in chosen)
+    low, high = (tuple(each.mean + sign * (each.error or 0.0) for _, each in chosen) if banded else () for sign in (-1, 1))
+    y, marked = tuple(each.mean for _, each in chosen), style == "strong" and len(chosen) <= FEW
+    return [Line(group.label, x, y, group.colour, style, low, high, marked)]  # type: ignore[arg-type]
+
+
+def _positions(run: RunFolder, steps: Sequence[float], kind: str) -> dict[str, Sequence[float]]:
+    """Return the positions of the steps of lines of a kind on all axes that the run has."""
+    found: dict[str, Sequence[float]] = {"steps": steps}
+    for axis, curve in (("tokens", run.curve("train", "tokens")), ("seconds", run.curve(kind, "time"))):
+        places = [_at(curve, step) for step in steps]
+        if None not in places:
+            found[axis] = places  # type: ignore[assignment]
+    if "tokens" in found and (flops := number(run.environment.get("flops_per_token"))):
+        found["FLOPs"] = [flops * tokens for tokens in found["tokens"]]
+    return found
+
+
+def _at(points: Sequence[tuple[float, float]], step: float) -> float | None:
+    """Interpolate a curve from (0, 0) over `points` at a step; None beyond its end."""
+    index = bisect.bisect_left(points, step, key=lambda point: point[0])
+    if index == len(points):
+        return None
+    (x0, y0), (x1, y1) = points[index - 1] if index else (0.0, 0.0), points[index]
+    return y1 if x1 == x0 else y0 + (y1 - y0) * (step - x0) / (x1 - x0)
+
+
+def _chart(
+    title: str, y: str, lines: Sequence[Line], about: str = "", *, from_zero: bool = False, log: bool = False
+) -> LineChart | None:
+    axes = tuple(axis for axis in AXES if any(axis in line.x for line in lines))
+    return LineChart(title, y, axes, tuple(lines), about, log=log, from_zero=from_zero) if lines else None
+
+
+def _band(groups: Sequence[Group]) -> str:
+    return " Lines are means over seeds, bands ± their standard error." if any(len(g.runs) > 1 for g in groups) else ""
+
+
+def _spread(lines: Sequence[Line]) -> float:
+    """Return the largest value of all curves divided by the median."""
+    values = sorted(y for line in lines for y in line.y)
+    return values[-1] / values[len(values) // 2] if values and values[0] > 0 else 0.0

@@ -3,9 +3,7 @@
 `dither compare` makes a `Comparison` of its run folders; the terminal, the page, the figure and comparison.json show it.
 """
 
-import bisect
 import os
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -14,105 +12,9 @@ from typing import Any
 from dither import files
 from dither.errors import UserError
 from dither.evaluate.estimates import BOUND, Estimate, estimate, paired
-from dither.report.charts import ABSENT, Table, fixed, short, size
-from dither.report.run_folder import RunFolder, number
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Key figures of a run; None if its folder does not have them."""
-
-    name: str
-    precision: str
-    """Precision in a few words: mode, recipe or plan, sampling."""
-    state: str
-    steps: int
-    tokens: float | None
-    """Number of training tokens."""
-    loss: float | None
-    """Held-out loss at the end, in nats per token."""
-    bits_per_byte: float | None
-    tokens_per_s: float | None
-    """Median over the run: see `median_speed`."""
-    memory: float | None
-    """Peak memory in bytes."""
-    seconds: float | None
-    parameters: float | None
-
-
-def summarize(run: RunFolder) -> Summary:
-    """Return the key figures of a run.
-
-    >>> import tempfile, pathlib
-    >>> from dither.report import read
-    >>> folder = pathlib.Path(tempfile.mkdtemp())
-    >>> _ = (folder / "metrics.jsonl").write_text('{"kind": "eval", "step": 10, "time": 2.0, "loss": 1.5}\\n')
-    >>> summarize(read(folder)).loss
-    1.5
-    """
-    times = [time for kind in run.lines for _, time in run.curve(kind, "time")]
-    return Summary(
-        name=run.name,
-        precision=precision_of(run.config),
-        state=run.state,
-        steps=run.steps,
-        tokens=run.last("train", "tokens"),
-        loss=run.last("eval", "loss"),
-        bits_per_byte=run.last("eval", "bits_per_byte"),
-        tokens_per_s=median_speed(run),
-        memory=peak_memory(run),
-        seconds=max(times, default=None),
-        parameters=number(run.environment.get("parameters")),
-    )
-
-
-def median_speed(run: RunFolder) -> float | None:
-    """Return the median speed of the whole run in tokens per second, or None if the run has no line of training.
-
-    The first line of training after each start or resume is left out, since its steps compile. A run that has no other lines
-    has the median of these.
-
-    >>> import tempfile, pathlib
-    >>> from dither.report import read
-    >>> folder = pathlib.Path(tempfile.mkdtemp())
-    >>> line = '{{"kind": "train", "step": {}, "tokens_per_s": {}}}\\n'
-    >>> speeds = [line.format(*each) for each in ((10, 5), (20, 99), (30, 100), (40, 102))]
-    >>> _ = (folder / "metrics.jsonl").write_text('{"kind": "start", "step": 0}\\n' + "".join(speeds))
-    >>> median_speed(read(folder))
-    100.0
-    """
-    speeds = dict(run.curve("train", "tokens_per_s"))
-    steps = sorted(speeds)
-    places = (bisect.bisect(steps, line["step"]) for line in run.of("start"))
-    compiling = {steps[place] for place in (*places, 0) if place < len(steps)}
-    steady = [speed for step, speed in speeds.items() if step not in compiling]
-    return statistics.median(steady or speeds.values()) if speeds else None
-
-
-def peak_memory(run: RunFolder) -> float | None:
-    """Return the largest peak memory that a line of training records, in bytes."""
-    return max((value for _, value in run.curve("train", "memory")), default=None)
-
-
-def precision_of(config: Mapping[str, Any]) -> str:
-    """Describe the precision section of a config in a few words.
-
-    >>> precision_of({"precision": {"mode": "bf16-sr", "sampling": {"noise": "rounded_normal", "parts": "od"}}})
-    'bf16-sr, rounded_normal on od'
-    """
-    section = config.get("precision")
-    if not isinstance(section, dict):
-        return ""
-    words = [section.get(key) for key in ("mode", "recipe", "plan")]
-    schedule = section.get("schedule")
-    for entry in schedule if isinstance(schedule, list) else ():
-        if isinstance(entry, list) and len(entry) == 2:
-            words.append(f"{entry[1]} from {entry[0]}" if entry[0] else str(entry[1]))
-    sampling = section.get("sampling")
-    if isinstance(sampling, dict):
-        words.append(f"{sampling.get('noise', 'sampling')} on {sampling.get('parts', 'all')}")
-    return ", ".join(word for word in words if isinstance(word, str))
-
+from dither.report.charts import ABSENT, Group, Line, LineChart, Table, fixed, short, size
+from dither.report.run_folder import RunFolder
+from dither.report.run_table import precision_of, summarize
 
 VERSION = 1
 """The version of comparison.json."""
@@ -196,7 +98,7 @@ class Curve:
 
     @property
     def at_an_end(self) -> bool:
-        """Return True if the best of several numbers is the smallest or the largest, so that a better one may lie beyond."""
+        """True if the best of several numbers is the smallest or the largest, so that a better one may lie beyond."""
         known = [row.value for row in self.rows if isinstance(row.value, float)]
         return self.lowest is not None and len(known) > 1 and self.lowest.value in (min(known), max(known))
 
@@ -390,6 +292,52 @@ class Comparison:
             return ""
         return "Differences are taken within each seed, since runs of one seed share weights and data."
 
+    # Charts ------------------------------------------------------------------------------------------------------------
+
+    def groups(self, runs: Sequence[RunFolder]) -> tuple[Group, ...]:
+        """Return the runs that are drawn as one curve, an arm at a value each."""
+        by_name = {run.name: run for run in runs}
+        found: list[Group] = []
+        for arm in self.arms:
+            for value in self.values:
+                if members := {e.seed: by_name[e.run] for e in self.runs(arm, value) if e.run in by_name}:
+                    label = arm if value is None else f"{arm}, {self.field} = {shown(value)}"
+                    found.append(Group(label, members, len(found)))
+        return tuple(found)
+
+    def sweep_chart(self) -> LineChart | None:
+        """Return the losses of each arm over the values of the sweep; None without a sweep or without losses."""
+        rows = [row for curve in self.curves() for row in curve.rows]
+        if self.field is None or not any(row.loss for row in rows):
+            return None
+        numbers = [value for value in self.values if isinstance(value, float)]
+        numeric = len(numbers) == len(self.values)
+        places = {value: value if isinstance(value, float) and numeric else float(n) for n, value in enumerate(self.values)}
+        lines = []
+        for colour, curve in enumerate(self.curves()):
+            points = sorted((places[row.value], row.loss) for row in curve.rows if row.loss is not None)
+            means = [loss.mean for _, loss in points]
+            low, high = (
+                tuple(mean + sign * (loss.error or 0.0) for mean, (_, loss) in zip(means, points, strict=True))
+                for sign in (-1, 1)
+            )
+            x = {self.field: tuple(x for x, _ in points)}
+            lines += [Line(curve.arm, x, tuple(means), colour, "strong", low, high, marked=True)] if points else []
+        seeds = len(self.seeds)
+        about = f"the mean loss over {seeds} seeds, bands are ± its standard error" if seeds > 1 else "the loss of one run"
+        missing = " Values at which a run did not reach its last step have no point." if None in [r.loss for r in rows] else ""
+        return LineChart(
+            f"Held-out loss by {self.field}",
+            "held-out loss, nats per token",
+            (self.field,),
+            tuple(lines),
+            f"A point is {about}.{missing}",
+            log_x=numeric and min(numbers) > 0 and max(numbers) >= 4 * min(numbers),
+            ticks=tuple((place, shown(value)) for value, place in places.items()),
+        )
+
+    # JSON --------------------------------------------------------------------------------------------------------------
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON; what follows from the entries is included for readers, and not read back."""
         rows = [row for curve in self.curves() for row in curve.rows]
@@ -478,8 +426,7 @@ def _without_seeds(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _seed(run: RunFolder) -> int:
-    section = run.config.get("run")
-    seed = section.get("seed", 0) if isinstance(section, dict) else 0
+    seed = run.section("run").get("seed", 0)
     return seed if type(seed) is int else 0
 
 

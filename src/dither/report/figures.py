@@ -1,19 +1,20 @@
-"""Draw number formats as number lines: every finite value, on a linear and on a logarithmic axis."""
+"""Draw charts, maps and number lines with matplotlib: files for papers, and images for trackers.
+
+Matplotlib belongs to the extra `figures` and is imported when something is drawn.
+"""
 
 import io
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-import numpy
-
 from dither import files
 from dither.errors import UserError
-from dither.report import curves
 from dither.report.charts import (
     PALETTE,
     SEQUENCE,
@@ -23,23 +24,9 @@ from dither.report.charts import (
     LineChart,
     PartChart,
     TimelineChart,
+    format_colour,
 )
-from dither.report.comparison import Comparison
-from dither.report.page import Section
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-    from dither.report.page import Report
-    from dither.report.precision import OperandPrecision
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from dither.report.charts import format_colour
-from dither.report.layers import layer_bits
-from dither.report.precision import grid_of, plan_operands
+from dither.report.layers import OperandPrecision, bit_scale, grid_of, layer_bits, plan_operands
 from dither.spec import Plan
 from dither.spec.formats import Format
 
@@ -47,8 +34,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from dither.report.page import Report, Section
 
 Kind = Literal["png", "svg"]
+Drawing = Callable[["Figure"], None]
 
 INSTALL = "pip install 'dither[figures]'"
 
@@ -59,28 +48,24 @@ MOST_INSIDE = 5
 """Number of curves whose legend fits between them; that of more is beside the chart."""
 OPERANDS = ("input", "weight", "gradient")
 
+# Files -------------------------------------------------------------------------------------------------------------------
+
 
 def write_figures(report: "Report", folder: Path, kind: Kind) -> list[Path]:
     """Write every chart and map of a report into a folder as PNG or SVG files, and return their paths."""
-    found = []
-    for name, draw in _drawings(report).items():
-        path = folder / f"{name}.{kind}"
-        _write(path, _drawn(draw, name, kind))
-        found.append(path)
-    return found
+    return [write_drawing(draw, folder / f"{name}.{kind}") for name, draw in _drawings(report).items()]
 
 
-def _drawings(report: "Report") -> "dict[str, Callable[[Figure], None]]":
+def _drawings(report: "Report") -> dict[str, Drawing]:
     """Return the drawings of a report by file names, which begin with the name of the run if there are several."""
     runs = _distinct(_words(run.name) or "run" for run in report.runs)
     beginnings = [f"{run}-" for run in runs] if len(runs) > 1 else [""]
-    owners = {chart: at for at, section in enumerate(report.sections) for chart in section.charts}
-    drawings = [
-        (f"{beginnings[owners[name]] if name in owners else ''}{_words(chart.title)}", _figure_of(chart))
-        for name, chart in report.charts.items()
-    ]
+    own = {id for section in report.sections for part in section.charts.values() for id in part}
+    drawings = [(_words(chart.title), draw_chart(chart)) for id, chart in report.charts.items() if id not in own]
     for beginning, section in zip(beginnings, report.sections, strict=True):
-        drawings += [(f"{beginning}{name}", draw) for name, draw in _maps(section).items()]
+        charts = [chart for part in section.charts.values() for chart in part.values()]
+        named = [(_words(chart.title), draw_chart(chart)) for chart in charts] + list(_maps(section).items())
+        drawings += [(f"{beginning}{name}", draw) for name, draw in named]
     return dict(zip(_distinct(name for name, _ in drawings), (draw for _, draw in drawings), strict=True))
 
 
@@ -106,30 +91,28 @@ def _distinct(names: Iterable[str]) -> list[str]:
     return list(found)
 
 
-def sweep_file(comparison: Comparison, path: Path) -> Path:
-    """Write the losses of a sweep as an SVG file, and return its path."""
-    chart = curves.sweep_chart(comparison)
-    if chart is None:
-        raise UserError("The comparison has no sweep, or no run of it has a loss: there is nothing to draw.")
-    _write(path, _drawn(_figure_of(chart), chart.title, "svg"))
+def write_drawing(draw: Drawing, path: Path) -> Path:
+    """Write a drawing as a PNG or SVG file, by the ending of its name, and return its path."""
+    with _figure(path.stem) as figure:
+        draw(figure)
+        data, kind = io.BytesIO(), path.suffix.lower().removeprefix(".")
+        left_out = ("Software",) if kind == "png" else ("Date", "Creator", "Format", "Type")
+        figure.savefig(data, format=kind, dpi=DOTS_PER_INCH, metadata=dict.fromkeys(left_out))
+    written = data.getvalue()
+    if kind == "svg":
+        written = b"".join(line.rstrip() + b"\n" for line in written.splitlines())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.replace(path, written)
+    except OSError as error:
+        raise UserError(f"The figure {str(path)!r} cannot be written: {error}.") from None
     return path
 
 
-def write_drawing(draw: "Callable[[Figure], None]", path: Path, salt: str, kind: Kind) -> None:
-    """Write what `draw` draws into a figure as a PNG or SVG file; the ids of an SVG file depend on the salt alone."""
-    _write(path, _drawn(draw, salt, kind))
+def pixels(draw: Drawing) -> Any:
+    """Return a drawing as uint8[height, width, 3]."""
+    import numpy
 
-
-def _write(path: Path, data: bytes) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.replace(path, data)
-    except OSError as error:
-        raise UserError(f"The figure {str(path)!r} cannot be written: {error}.") from None
-
-
-def pixels(draw: "Callable[[Figure], None]") -> Any:
-    """Return what `draw` draws as uint8[height, width, 3]."""
     with _figure("") as figure:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -160,30 +143,12 @@ def _figure(salt: str) -> "Iterator[Figure]":
         yield Figure(figsize=(5.4, 3.2), layout="constrained")
 
 
-def _drawn(draw: "Callable[[Figure], None]", salt: str, kind: Kind) -> bytes:
-    """Return the file of a drawing."""
-    with _figure(salt) as figure:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.backends.backend_svg import FigureCanvasSVG
-
-        if kind == "png":
-            data = io.BytesIO()
-            canvas = FigureCanvasAgg(figure)
-            draw(figure)
-            figure.set_dpi(DOTS_PER_INCH)
-            canvas.print_png(data, metadata={"Software": None})  # type: ignore[no-untyped-call]
-            return data.getvalue()
-        text = io.StringIO()
-        svg = FigureCanvasSVG(figure)
-        draw(figure)
-        svg.print_svg(text, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))  # type: ignore[no-untyped-call]
-    return ("\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n").encode()
-
-
 # Charts ------------------------------------------------------------------------------------------------------------------
 
 
-def _figure_of(chart: Chart) -> "Callable[[Figure], None]":
+def draw_chart(chart: Chart) -> Drawing:
+    """Return the drawing of a chart."""
+
     def draw(figure: "Figure") -> None:
         axes = figure.add_subplot()
         axes.set_title(chart.title, loc="left")
@@ -262,24 +227,25 @@ def _timeline(axes: "Axes", chart: TimelineChart) -> None:
 # Maps --------------------------------------------------------------------------------------------------------------------
 
 
-def _maps(section: Section) -> "dict[str, Callable[[Figure], None]]":
+def _maps(section: "Section") -> dict[str, Drawing]:
     """Return drawings of the plan in force, the sensitivity and the bitwidths of a run."""
-    found: dict[str, Callable[[Figure], None]] = {}
+    found: dict[str, Drawing] = {}
     if (plans := section.plans) is not None:
         operands = [[plans.entries[at] for at in row] for row in plans.states[-1].cells]
         found["precision-map"] = precision_map(plans.grid, operands)
-    if section.snip is not None and section.plans is not None:
-        last = section.snip.sensitivities[-1]
-        values = [row[-1] if row and row[-1] > 0 else None for row in last.harm]
-        title = f"Estimated harm of {last.options[-1]} at step {last.measured:,}"
-        found["sensitivity-map"] = heat_map(section.plans.grid, values, title, log=True)
+        if section.choices:
+            last = section.choices[-1]
+            harm = {name: row[-1] for name, row in zip(last.layers, last.harm, strict=True) if row[-1] > 0}
+            title = f"Estimated harm of {last.options[-1]} at step {last.step:,}"
+            found["sensitivity-map"] = heat_map(plans.grid, harm, title, log=True)
     if (view := section.bitwidths) is not None:
-        title = f"Mean bitwidths at step {view.steps[-1]:,}"
-        found["bitwidth-map"] = heat_map(view.grid, view.means[-1], title, ends=view.scale)
+        step, layers = view.history[-1]
+        means = {name: layer.mean for name, layer in layers.items()}
+        found["bitwidth-map"] = heat_map(view.grid, means, f"Mean bitwidths at step {step:,}", ends=view.scale)
     return found
 
 
-def precision_map(grid: LayerGrid, operands: "Sequence[Sequence[OperandPrecision]]") -> "Callable[[Figure], None]":
+def precision_map(grid: LayerGrid, operands: Sequence[Sequence[OperandPrecision]]) -> Drawing:
     """Return a drawing of the formats of inputs, weights and gradients: a row of layers for each of them."""
     colours = [[each.colours[0] for each in row] for row in operands]
     used = {name: colour for row in operands for each in row for name, colour in zip(each.formats, each.colours, strict=True)}
@@ -298,21 +264,20 @@ def precision_map(grid: LayerGrid, operands: "Sequence[Sequence[OperandPrecision
 
 
 def heat_map(
-    grid: LayerGrid, values: Sequence[float | None], title: str, *, ends: tuple[float, float] | None = None, log: bool = False
-) -> "Callable[[Figure], None]":
-    """Return a drawing of a number of each layer."""
+    grid: LayerGrid, values: Mapping[str, float], title: str, *, ends: tuple[float, float] | None = None, log: bool = False
+) -> Drawing:
+    """Return a drawing of a number of each layer that has one."""
 
     def draw(figure: "Figure") -> None:
         from matplotlib.cm import ScalarMappable
         from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize, to_hex
 
         figure.set_size_inches(max(4.0, 0.16 * len(grid.columns) + 2.2), max(1.8, 0.22 * len(grid.rows) + 0.9))
-        known = [value for value in values if value is not None]
-        low, high = ends or (min(known, default=1.0), max(known, default=1.0))
+        low, high = ends or (min(values.values(), default=1.0), max(values.values(), default=1.0))
         norm = LogNorm(low, high if high > low else low * 1.01) if log else Normalize(low, high)
         colours = LinearSegmentedColormap.from_list("dither", list(SEQUENCE))
         axes = figure.add_subplot()
-        _cells(axes, grid, [None if value is None else to_hex(colours(norm(value))) for value in values], title)
+        _cells(axes, grid, [to_hex(colours(norm(values[n]))) if n in values else None for n in grid.names], title)
         figure.colorbar(ScalarMappable(norm, colours), ax=axes)
 
     return draw
@@ -355,13 +320,12 @@ def line_images(layers: Sequence[str], line: Mapping[str, Any]) -> dict[str, Any
         grid = grid_of(layers)
         return {"maps/precision": pixels(precision_map(grid, plan_operands(grid.names, Plan.from_dict(line["plan"]))))}
     if line["kind"] == "bitwidths" and (found := layer_bits(line)):
-        grid = grid_of(list(found))
-        ends = math.floor(min(each.low for each in found.values())), math.ceil(max(each.high for each in found.values()))
-        means = [found[name].mean for name in grid.names]
-        title = f"Mean bitwidths at step {line['step']:,}"
-        return {"maps/bitwidths": pixels(heat_map(grid, means, title, ends=(ends[0], max(ends[1], ends[0] + 1))))}
+        means, title = {name: each.mean for name, each in found.items()}, f"Mean bitwidths at step {line['step']:,}"
+        return {"maps/bitwidths": pixels(heat_map(grid_of(list(found)), means, title, ends=bit_scale(found.values())))}
     return {}
 
+
+# Number lines -----------------------------------------------------------------------------------------------------------
 
 MARKED = 8
 """Bits of the longest formats with a mark per value. Values of longer formats are closer than marks: they are a band."""
@@ -416,8 +380,7 @@ def write_number_lines(formats: Sequence[Format], path: Path) -> Path:
     if kind not in (".svg", ".png"):
         raise UserError(f"Number lines are written as .svg or .png, not as {path.name!r:.80}: as in --plot formats.svg.")
     lines = [number_line(format) for format in formats]
-    write_drawing(lambda figure: _draw(figure, lines), path, "number-lines", "svg" if kind == ".svg" else "png")
-    return path
+    return write_drawing(lambda figure: _draw(figure, lines), path)
 
 
 def _number(value: float) -> str:

@@ -1,34 +1,31 @@
-"""Serve the page of a run on this machine while it trains.
+"""Follow a run while it trains: its page on a server of this machine, or its state in the terminal.
 
 The server listens on 127.0.0.1 only, answers GET and HEAD for two paths, and writes nothing. Requests with another host name
 are refused, so that a website whose name was pointed at this machine cannot read the page.
 """
 
 import itertools
+import json
 import os
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlsplit
 
 from dither import files
+from dither.errors import UserError
 from dither.report.charts import duration, fixed, short
 from dither.report.layers import problems_of
-from dither.report.run_folder import number, observed_status, of_kinds, parsed, read_briefly, why_not
+from dither.report.page import Report
+from dither.report.run_folder import number, observed_status, of_kinds, parsed, read, text_of, why_not
 from dither.report.run_table import printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-import json
-import threading
-import time
-from collections.abc import Callable
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qs, urlsplit
-
-from dither.errors import UserError
-from dither.report.page import Report
-from dither.report.run_folder import read
 
 BARS = "▁▂▃▄▅▆▇█"
 MOST_LOSSES, MOST_EVENTS = 4096, 6
@@ -92,11 +89,8 @@ class TerminalView:
     """The state of a run as the terminal shows it."""
 
     def __init__(self, folder: Path) -> None:
-        run = read_briefly(folder)  # raises if it is not a run
-        section = run.config.get("run")
-        steps = section.get("steps") if isinstance(section, dict) else None
-        self.folder, self.name = folder, printable(run.name)
-        self.planned = steps if type(steps) is int and steps > 0 else None
+        run = read(folder, brief=True)  # raises if it is not a run
+        self.folder, self.name, self.planned = folder, printable(run.name), run.planned
         self.losses: list[float] = []
         self.events: list[str] = []
         self.train: Mapping[str, Any] = {}
@@ -120,11 +114,6 @@ class TerminalView:
                 texts.append(event)
         self.losses = self.losses[-MOST_LOSSES:]
         return texts
-
-    def state(self) -> str:
-        """Return the state of the run; "" if it is not known."""
-        state = observed_status(self.folder, []).get("state")
-        return state if isinstance(state, str) else ""
 
     def ended(self) -> str:
         """Return a sentence if the run has ended or was removed, or if its status cannot be read, else ""."""
@@ -163,7 +152,8 @@ class TerminalView:
 
         step = self.train.get("step", 0)
         held_out = "" if self.held_out is None else f"  held-out loss {fixed(self.held_out)}"
-        parts: list[RenderableType] = [Text(f"{self.name}: {printable(self.state()) or 'unknown'}", style="bold", no_wrap=True)]
+        state = printable(text_of(observed_status(self.folder, []).get("state"))) or "unknown"
+        parts: list[RenderableType] = [Text(f"{self.name}: {state}", style="bold", no_wrap=True)]
         if self.planned is not None:
             grid = Table.grid()  # ends the line, which a bar alone does not
             grid.add_row(ProgressBar(total=self.planned, completed=min(step, self.planned), width=min(width, 80)))
