@@ -3,6 +3,7 @@
 A map has a row per kind of layer and a column per block. Everything is computed from what the run folder records.
 """
 
+import functools
 import itertools
 import math
 import re
@@ -115,8 +116,9 @@ class PlanState:
     """False if a choice kept the plan."""
     cells: tuple[tuple[int, ...], ...]
     """For input, weight and gradient: the index of each layer's precision in `PlanHistory.entries`."""
-    line: int
-    """Index of the line of metrics; -1 for plan.json."""
+    plan: Plan
+    line: Mapping[str, Any]
+    """The line of metrics; that of plan.json has a step and a reason alone."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +128,6 @@ class PlanHistory:
     grid: LayerGrid
     entries: tuple[OperandPrecision, ...]
     states: tuple[PlanState, ...]
-    plans: tuple[Plan, ...]
-    """One plan per state."""
 
     def bits(self, shares: Mapping[str, float | None]) -> float:
         """Return the mean bits of the operands of all products in the plan in force, weighted by the layers' shares of work."""
@@ -153,42 +153,27 @@ class PlanHistory:
 def plan_history(run: RunFolder) -> tuple[PlanHistory | None, list[str]]:
     """Return the plans of a run, None if it has none, and sentences about plans that cannot be read."""
     names, missing = [layer.name for layer in run.layers], list[str]()
-    found: list[tuple[int, str, bool, Plan, int]] = []
-    lines = run.of("plan")
-    for at, line in enumerate(lines):
+    found: list[tuple[Mapping[str, Any], Plan]] = []
+    for line in run.of("plan"):
         try:
             plan = Plan.from_dict(line.get("plan"))  # type: ignore[arg-type]
         except UserError as error:
             missing.append(f"The plan of step {line['step']} cannot be read: {error}")
             continue
         # Steps that a rollback or a resume did again have other plans now.
-        found = [each for each in found if each[0] < line["step"] or (each[0] == line["step"] and each[4] < at)]
-        before = found[-1][3] if found else run.plan
-        changed = line.get("changed")
-        reason = line.get("reason")
-        is_new = changed if isinstance(changed, bool) else plan != before or not found
-        found.append((line["step"], reason if isinstance(reason, str) else "", is_new, plan, at))
-    if run.plan is not None and (not found or found[0][0] > 0):
-        found.insert(0, (0, "the run begins", True, run.plan, -1))
+        found = [*(each for each in found if each[0]["step"] <= line["step"]), (line, plan)]
+    if run.plan is not None and (not found or found[0][0]["step"] > 0):
+        found.insert(0, ({"step": 0, "reason": "the run begins"}, run.plan))
     if not names or not found:
         return None, missing
-    if len(found) > MOST_PLANS:
-        found = [found[0], *found[1 - MOST_PLANS :]]
-    grid = grid_of(names)
-    entries: dict[OperandPrecision, int] = {}
-    known: dict[tuple[LayerPrecision, str, str], int] = {}  # most layers share a few precisions
-    states = []
-    for step, reason, is_new, plan, at in found:
-        rows: list[list[int]] = [[] for _ in OPERANDS]
-        for name in grid.names:
-            precision = plan.for_layer(name) or LayerPrecision()
-            for row, operand in zip(rows, OPERANDS, strict=True):
-                key = precision, operand, plan.compute
-                if key not in known:
-                    known[key] = entries.setdefault(_operand(*key), len(entries))
-                row.append(known[key])
-        states.append(PlanState(step, reason[:1000], is_new, tuple(map(tuple, rows)), at))
-    return PlanHistory(grid, tuple(entries), tuple(states), tuple(each[3] for each in found)), missing
+    grid, states, entries = grid_of(names), list[PlanState](), dict[OperandPrecision, int]()
+    for line, plan in found if len(found) <= MOST_PLANS else [found[0], *found[1 - MOST_PLANS :]]:
+        rows = plan_operands(grid.names, plan)
+        cells = tuple(tuple(entries.setdefault(each, len(entries)) for each in row) for row in rows)
+        states.append(
+            PlanState(line["step"], text_of(line.get("reason"))[:1000], bool(line.get("changed", True)), cells, plan, line)
+        )
+    return PlanHistory(grid, tuple(entries), tuple(states)), missing
 
 
 def plan_operands(names: Sequence[str], plan: Plan) -> tuple[tuple[OperandPrecision, ...], ...]:
@@ -202,6 +187,7 @@ def plan_operands(names: Sequence[str], plan: Plan) -> tuple[tuple[OperandPrecis
     return tuple(tuple(_operand(layer, operand, plan.compute) for layer in layers) for operand in OPERANDS)
 
 
+@functools.lru_cache(4096)  # most layers share a few precisions
 def _operand(precision: LayerPrecision, operand: str, compute: str) -> OperandPrecision:
     texts = [compute if cast is None else cast.format for cast in precision.casts_of(operand)]
     sampling = {"input": precision.input_sampling, "weight": precision.sampling}.get(operand)
@@ -266,20 +252,20 @@ class SnipChoice:
 
 def snip_choices(run: RunFolder, history: PlanHistory) -> tuple[tuple[SnipChoice, ...], list[str]]:
     """Return the choices of a run that its page shows, and sentences about estimates that cannot be read."""
-    lines, missing, found = run.of("plan"), list[str](), list[SnipChoice]()
+    missing, found = list[str](), list[SnipChoice]()
     for at, state in enumerate(history.states):
-        if state.line < 0 or lines[state.line].get("scores") is None:
+        if state.line.get("scores") is None:
             continue
         try:
-            found.append(_choice(run, lines[state.line], history.plans[at], at))
+            found.append(_choice(run, state, at))
         except (UserError, ValueError, TypeError, KeyError, OverflowError) as error:
             why = str(error) if isinstance(error, UserError) else f"they are not as this version writes them ({error!r:.100})"
             missing.append(f"The estimates of the plan of step {state.step} cannot be read: {why.rstrip('.')}.")
     return tuple(found[-MOST_ESTIMATES:]), missing
 
 
-def _choice(run: RunFolder, line: Mapping[str, Any], plan: Plan, state: int) -> SnipChoice:
-    scores, section, recorded = line["scores"], run.section("snip"), line.get("choice")
+def _choice(run: RunFolder, state: PlanState, at: int) -> SnipChoice:
+    scores, section, recorded = state.line["scores"], run.section("snip"), state.line.get("choice")
     layers, options = (_names(scores[key]) for key in ("layers", "options"))
     loss, weights = (_table(scores[key], len(layers), len(options)) for key in ("loss", "weights"))
     given = {name: number(section.get(name)) for name in ("loss_weight", "update_weight", "power")}
@@ -287,12 +273,12 @@ def _choice(run: RunFolder, line: Mapping[str, Any], plan: Plan, state: int) -> 
     if not isinstance(recorded, dict):
         raise UserError("They have no record of savings, such as when all options cost the same in FLOPs.")
     savings, costs = (_table(recorded[key], len(layers), len(options)) for key in ("savings", "costs"))
-    chosen = tuple(at if type(at) is int and -1 <= at < len(options) else -1 for at in recorded["chosen"])
+    chosen = tuple(n if type(n) is int and -1 <= n < len(options) else -1 for n in recorded["chosen"])
     if len(chosen) != len(layers):
         raise UserError("They do not say what was chosen.")
     stages = section.get("stages")
     return SnipChoice(
-        state=state,
+        state=at,
         step=int(scores["step"]),
         probe=str(scores["probe"]),
         layers=layers,
@@ -304,7 +290,7 @@ def _choice(run: RunFolder, line: Mapping[str, Any], plan: Plan, state: int) -> 
         costs=costs,
         chosen=chosen,
         stages=tuple(n for n in stages if type(n) is int and 0 < n < 10_000) if isinstance(stages, list) else (),
-        target=number((plan.provenance or {}).get("target")),
+        target=number((state.plan.provenance or {}).get("target")),
     )
 
 
