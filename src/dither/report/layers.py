@@ -170,9 +170,8 @@ def plan_history(run: RunFolder) -> tuple[PlanHistory | None, list[str]]:
     for line, plan in found if len(found) <= MOST_PLANS else [found[0], *found[1 - MOST_PLANS :]]:
         rows = plan_operands(grid.names, plan)
         cells = tuple(tuple(entries.setdefault(each, len(entries)) for each in row) for row in rows)
-        states.append(
-            PlanState(line["step"], text_of(line.get("reason"))[:1000], bool(line.get("changed", True)), cells, plan, line)
-        )
+        reason, changed = text_of(line.get("reason"))[:1000], bool(line.get("changed", True))
+        states.append(PlanState(line["step"], reason, changed, cells, plan, line))
     return PlanHistory(grid, tuple(entries), tuple(states)), missing
 
 
