@@ -236,7 +236,7 @@ def _maps(section: "Section") -> dict[str, Drawing]:
         if section.choices:
             last = section.choices[-1]
             harm = {name: row[-1] for name, row in zip(last.layers, last.harm, strict=True) if row[-1] > 0}
-            title = f"Estimated harm of {last.options[-1]} at step {last.step:,}"
+            title = f"Estimated harm of {last.options[-1]} at step {last.measured:,}"
             found["sensitivity-map"] = heat_map(plans.grid, harm, title, log=True)
     if (view := section.bitwidths) is not None:
         step, layers = view.history[-1]

@@ -217,7 +217,7 @@ class SnipChoice:
 
     state: int
     """Index of the plan in the history that followed."""
-    step: int
+    measured: int
     """Step of the estimates."""
     probe: str
     layers: tuple[str, ...]
@@ -243,7 +243,7 @@ class SnipChoice:
         rows = {name: row for row, name in enumerate(self.layers)}
         tables = {"loss": self.loss, "weights": self.weights, "harm": self.harm}
         return {
-            **{key: getattr(self, key) for key in ("state", "step", "probe", "options")},
+            **{key: getattr(self, key) for key in ("state", "measured", "probe", "options")},
             **{key: [table[rows[name]] if name in rows else () for name in names] for key, table in tables.items()},
             "chosen": [self.chosen[rows[name]] if name in rows else -1 for name in names],
         }
@@ -278,7 +278,7 @@ def _choice(run: RunFolder, state: PlanState, at: int) -> SnipChoice:
     stages = section.get("stages")
     return SnipChoice(
         state=at,
-        step=int(scores["step"]),
+        measured=int(scores["step"]),
         probe=str(scores["probe"]),
         layers=layers,
         options=options,
@@ -354,7 +354,7 @@ def frontier_chart(choice: SnipChoice) -> LineChart:
         ("share saved",),
         tuple(lines),
         f"The line has the plans of least harm, by the share of what {' and '.join(levels)} can save in FLOPs. Stages and "
-        f"pinned layers put a plan above it. Estimates of step {choice.step:,}.",
+        f"pinned layers put a plan above it. Estimates of step {choice.measured:,}.",
         from_zero=True,
         marks=() if choice.target is None else ((choice.target, f"target {choice.target:g}"),),
     )
@@ -396,7 +396,7 @@ def reasons_table(choice: SnipChoice) -> Table:
         "Layers in the order of their harm per saved FLOP in the narrowest option. "
         "Savings are shares of all that could be saved; harm is what SNIP minimises."
     )
-    title = f"Why each layer was chosen, by the estimates of step {choice.step:,}"
+    title = f"Why each layer was chosen, by the estimates of step {choice.measured:,}"
     return Table(title, columns, tuple(rows), (2, 3, 4), (), about)
 
 
@@ -542,10 +542,12 @@ class BitwidthView:
     def to_dict(self) -> dict[str, Any]:
         """Return what the page draws: for each number a row per step and a column per layer of the grid."""
         tables = {
-            key: [[getattr(layers[n], key) if n in layers else None for n in self.grid.names] for _, layers in self.history]
+            f"{key}s": [
+                [getattr(layers[n], key) if n in layers else None for n in self.grid.names] for _, layers in self.history
+            ]
             for key in ("mean", "deviation", "low", "high")
         }
-        kept = {key: getattr(self, key) for key in ("grid", "scale", "blocks", "shapes", "block_step")}
+        kept = {key: getattr(self, key) for key in ("grid", "scale", "blocks", "shapes", "block_step", "effective", "mean")}
         return {"steps": [step for step, _ in self.history], **tables, **kept}
 
     def charts(self) -> tuple[LineChart, BarChart]:

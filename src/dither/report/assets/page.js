@@ -133,7 +133,7 @@ part("sensitivity", (run, find) => {
     const values = table.map((row) => (row.length ? row[column] : null)), positive = values.filter((value) => value > 0);
     const [low, high] = positive.length ? extent(positive) : [1, 1];
     const span = Math.log10(high / low) || 1, holder = find("map");
-    find("now").textContent = `Estimated at step ${seen.step.toLocaleString("en")} with the probe ${seen.probe}, logarithmic colours.${older ? " The page has no estimates of the plan that the slider shows." : ""}`;
+    find("now").textContent = `Estimated at step ${seen.measured.toLocaleString("en")} with the probe ${seen.probe}, logarithmic colours.${older ? " The page has no estimates of the plan that the slider shows." : ""}`;
     keepFocus(holder, () => place(holder, drawMap(holder, run.grid, (layer) => {
       if (values[layer] === null) return null;
       const share = values[layer] > 0 ? Math.log10(values[layer] / low) / span : 0;
@@ -166,19 +166,19 @@ part("bitwidths", (run, find) => {
     find("now").textContent = `Mean bitwidth of each layer at step ${view.steps[at].toLocaleString("en")}.`;
     slider.setAttribute("aria-valuetext", `step ${view.steps[at]}`);
     keepFocus(holder, () => place(holder, drawMap(holder, view.grid, (layer) => {
-      const mean = view.mean[at][layer];
+      const mean = view.means[at][layer];
       if (mean === null) return null;
-      return { fill: [colour(mean)], value: mean, text: mean.toFixed(2), tip: [view.grid.names[layer], `mean ${mean.toFixed(3)} ± ${view.deviation[at][layer].toFixed(3)}, from ${view.low[at][layer].toFixed(3)} to ${view.high[at][layer].toFixed(3)} bits`] };
+      return { fill: [colour(mean)], value: mean, text: mean.toFixed(2), tip: [view.grid.names[layer], `mean ${mean.toFixed(3)} ± ${view.deviations[at][layer].toFixed(3)}, from ${view.lows[at][layer].toFixed(3)} to ${view.highs[at][layer].toFixed(3)} bits`] };
     }, { title: "Mean bitwidths", chosen: Number(layers.value), choose })));
   };
   const drawLayer = () => {
-    const layer = Number(layers.value), there = view.steps.map((_, n) => n).filter((n) => view.mean[n][layer] !== null);
-    const of = (table) => there.map((n) => table[n][layer]), around = (sign) => there.map((n) => view.mean[n][layer] + sign * view.deviation[n][layer]);
+    const layer = Number(layers.value), there = view.steps.map((_, n) => n).filter((n) => view.means[n][layer] !== null);
+    const of = (table) => there.map((n) => table[n][layer]), around = (sign) => there.map((n) => view.means[n][layer] + sign * view.deviations[n][layer]);
     const x = { steps: there.map((n) => view.steps[n]) }, base = { x, colour: 0, low: [], high: [], marked: false };
     const lines = [
-      { ...base, label: "mean ± deviation", y: of(view.mean), style: "strong", low: around(-1), high: around(1), marked: there.length <= 40 },
-      { ...base, label: "largest", y: of(view.high), style: "plain" },
-      { ...base, label: "smallest", y: of(view.low), style: "dashed" },
+      { ...base, label: "mean ± deviation", y: of(view.means), style: "strong", low: around(-1), high: around(1), marked: there.length <= 40 },
+      { ...base, label: "largest", y: of(view.highs), style: "plain" },
+      { ...base, label: "smallest", y: of(view.lows), style: "dashed" },
     ];
     const chart = { title: `Bitwidths of ${view.grid.names[layer]}`, y: "bits", axes: ["steps"], lines, log: false, from_zero: false, log_x: false, ticks: [], marks: [] };
     const holder = find("history");
