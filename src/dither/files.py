@@ -77,8 +77,25 @@ def from_json(data: bytes) -> Any:
     Traceback (most recent call last):
     dither.files.Refused: it has the key 'a' twice in one object
     """
+
+    def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        unique = dict(pairs)
+        if len(unique) < len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            raise Refused(f"it has the key {twice!r:.80} twice in one object")
+        return unique
+
+    def no_number(word: str) -> None:
+        raise Refused(f"it has {word:.40} as a number")
+
+    def finite(digits: str) -> float:
+        if not math.isfinite(value := float(digits)):
+            no_number(digits)
+        return value
+
     try:
-        value = _STRICT.decode(data.decode())
+        value = json.loads(data.decode(), object_pairs_hook=no_key_twice, parse_constant=no_number, parse_float=finite)
     except RecursionError:
         raise Refused(f"it has more than {DEPTH} levels") from None
     except ValueError as error:  # of JSON, of UTF-8, of an integer of 4300 digits
@@ -87,35 +104,11 @@ def from_json(data: bytes) -> Any:
     return value
 
 
-def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    unique = dict(pairs)
-    if len(unique) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise Refused(f"it has the key {twice!r:.80} twice in one object")
-    return unique
-
-
-def _no_number(word: str) -> None:
-    raise Refused(f"it has {word:.40} as a number")
-
-
-def _finite(digits: str) -> float:
-    if not math.isfinite(value := float(digits)):
-        _no_number(digits)
-    return value
-
-
-_STRICT = json.JSONDecoder(object_pairs_hook=_no_key_twice, parse_constant=_no_number, parse_float=_finite)
-"""Made once: a new one for each line of metrics would take as long as the line itself."""
-
-
 def _check_depth(value: object, depth: int = 0) -> None:
     if depth > DEPTH:
         raise Refused(f"it has more than {DEPTH} levels")
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        if isinstance(item, dict | list):
-            _check_depth(item, depth + 1)
+        _check_depth(item, depth + 1)
 
 
 def open_plainly(path: str | Path, *, follow: bool = False) -> BinaryIO:

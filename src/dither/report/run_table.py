@@ -82,7 +82,7 @@ def summarize(run: RunFolder) -> Summary:
         bits_per_byte=run.last("eval", "bits_per_byte"),
         tokens_per_s=median_speed(run),
         memory=max((value for _, value in run.curve("train", "memory")), default=None),
-        seconds=max((time for kind in run.lines for _, time in run.curve(kind, "time")), default=None),
+        seconds=max((time for kind in run.lines if (time := run.last(kind, "time")) is not None), default=None),
         parameters=number(run.environment.get("parameters")),
     )
 
