@@ -274,16 +274,23 @@ def test_estimates_are_means_of_seeds_and_of_differences_within_seeds():
     assert estimates.estimate(mine).error == pytest.approx(np.std(mine, ddof=1) / math.sqrt(3))
     assert estimates.estimate([2.0]) == estimates.Estimate(2.0, None, 1)
     assert estimates.estimate([2.0, None]) is estimates.paired([2.0, 3.0], [1.0, None]) is estimates.estimate([]) is None
-    assert estimates.Estimate(0.3, 0.1, 3).decided
-    assert not estimates.Estimate(0.2, 0.1, 3).decided  # two standard errors are not beyond two
+    # Student's t at 97.5 %: 4.303 for 3 seeds, 2.262 for 10.
+    assert [estimates.Estimate(mean, 0.1, 3).decided for mean in (0.29, 0.43, 0.4304)] == [False, False, True]
+    assert [estimates.Estimate(mean, 0.1, 10).decided for mean in (0.226, 0.2263)] == [False, True]
     assert not estimates.Estimate(5.0, None, 1).decided
 
 
-def test_a_winner_is_named_beyond_two_standard_errors_only():
+def test_a_winner_is_named_outside_of_students_interval_only():
     clear = compared(o1=[3.0, 3.5, 4.0], sr=[2.8, 3.31, 3.79]).sentences()
     assert clear == ("Lowest held-out loss: sr with 3.3000 ± 0.2858; o1 is 0.2000 ± 0.0058 behind.",)
     (tied,) = compared(o1=[3.0, 3.5, 4.0], sr=[2.8, 3.6, 3.9]).sentences()
-    assert tied == "No winner: sr and o1 are statistically tied, within 2 standard errors of their differences."
+    tie = "are statistically tied: the 95 % confidence intervals of their differences contain 0 (Student's t, 3 seeds)."
+    assert tied == f"No winner: sr and o1 {tie}"
+    # More than two standard errors are no lead with three seeds.
+    three = compared(o1=[3.1, 3.2, 3.3], sr=[3.0, 3.0, 3.15])
+    assert abs(three.ranking()[0].difference.mean) > 2 * three.ranking()[0].difference.error
+    assert three.winner is None
+    assert three.sentences() == (f"No winner: sr and o1 {tie}",)
     single = compared(o1=[3.0], sr=[2.0]).sentences()
     assert single[0] == "Lowest held-out loss: sr with 2.0000."
     assert "One seed: differences may be chance" in single[1]
@@ -306,7 +313,8 @@ def test_the_best_value_of_each_arm():
     assert found.sentences() == (
         "o1: best at optim.lr = 2, held-out loss 3.0000 ± 0.0577.",
         "sr: lowest held-out loss 2.8833 ± 0.0928 at optim.lr = 4, statistically tied with 2; 4 is an end of the sweep.",
-        "Lowest held-out loss: sr at 4 with 2.8833 ± 0.0928; o1 at 2 is 0.1167 ± 0.0441 behind.",
+        "No winner: sr at 4 and o1 at 2 are statistically tied: the 95 % confidence intervals of their differences contain 0 "
+        "(Student's t, 3 seeds).",
     )
     # Differences between arms are those of each at its own best value.
     assert found.ranking()[1].difference is None

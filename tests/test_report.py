@@ -323,6 +323,52 @@ def test_seeds_are_one_configuration_and_the_page_agrees_with_the_terminal(tmp_p
     assert clear.html().count('class="best"') == 1
 
 
+SHA, OTHER_SHA = (json.dumps({"corpus_sha256": letter * 64}) for letter in "ab")
+
+
+@pytest.mark.parametrize(
+    ("steps", "environment", "config", "words"),
+    [
+        (40, SHA, "", ""),
+        (20, SHA, "", "differ in training tokens (2 k and 4 k)."),
+        (40, OTHER_SHA, "", "differ in data."),
+        (40, SHA, "eval_sequences = 8\n", "differ in evaluation."),
+        (20, OTHER_SHA, "", "differ in training tokens (2 k and 4 k) and data."),
+    ],
+)
+def test_runs_that_do_not_compare_have_no_winner(tmp_path, capsys, steps, environment, config, words):
+    """Neither a sentence nor a mark names one, though all seeds agree."""
+    folders = []
+    for arm, loss, length, sha, more in (("o1", 3.0, 40, SHA, ""), ("bf16-sr", 2.5, steps, environment, config)):
+        for seed in range(3):
+            text = f'[precision]\nmode = "{arm}"\n[run]\nseed = {seed}\n{more}'
+            entries = lines(length, lambda step, loss=loss, seed=seed: loss + seed / 1000)
+            folders.append(make(tmp_path / f"{arm}-{seed}", entries, config_toml=text, environment_json=sha))
+    made = report.Report(report.read_all(folders))
+    html = made.html()
+    text = " ".join(Page(html).text.split())
+    assert (made.comparison.winner is None) == ('class="best"' not in html) == bool(words)
+    assert ("Lowest held-out loss: bf16-sr" in text) != bool(words)
+    assert ("These losses do not compare, and no winner is named" in text) == bool(words)
+    assert words in text
+    assert {"o1-0, o1-1 and o1-2", "bf16-sr-0, bf16-sr-1 and bf16-sr-2"} == {
+        row[-1] for row in made.comparison.ranking_table().rows
+    }
+
+
+def test_labels_name_all_that_makes_a_precision(tmp_path):
+    """Two runs that differ in SNIP's target alone, or in the states, are told apart."""
+    from dither.report.run_table import precision_of
+
+    base = {"mode": "fp32", "recipe": "fp8-block"}
+    assert precision_of({"precision": base, "snip": {"target": 0.5}}) == "fp32, fp8-block, SNIP target 0.5"
+    assert precision_of({"precision": base | {"states": "dynamic8"}}) == "fp32, fp8-block, dynamic8 states"
+    assert precision_of({"precision": base | {"output": "fp8-current"}}) == "fp32, fp8-block, fp8-current output"
+    for noise, name in (("rounded_normal", "GaussWS"), ("uniform", "DiffQ")):
+        assert precision_of({"precision": {"mode": "o1", "sampling": {"noise": noise, "parts": "all"}}}) == f"o1, {name} on all"
+    assert precision_of({"precision": base, "snip": {"options": "fp8,fp4"}}) == "fp32, fp8-block"
+
+
 def test_a_comparison_beside_the_runs_names_their_arms(tmp_path, capsys):
     folders = seeds(tmp_path, {"o1": [3.0, 3.2], "bf16-sr": [2.5, 2.75]})
     arms = {"o1": "mixed", "bf16-sr": "rounded"}
@@ -330,7 +376,7 @@ def test_a_comparison_beside_the_runs_names_their_arms(tmp_path, capsys):
         {**vars(entry), "arm": arms[entry.arm], "run": folder.name}
         for folder, entry in zip(folders, Comparison.of_runs(report.read_all(folders)).entries, strict=True)
     ]
-    (tmp_path / "comparison.json").write_text(json.dumps({"version": 1, "field": None, "entries": entries}))
+    (tmp_path / "comparison.json").write_text(json.dumps({"version": 2, "field": None, "entries": entries}))
     assert cli.main(["report", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'report.html'}\n"
     data = embedded((tmp_path / "report.html").read_text())

@@ -30,8 +30,8 @@ def compare(
     """Train in several precisions and rank them by held-out loss.
 
     All runs have the same model, data and seeds. A finished run is not repeated, so arms, values and seeds can be added later.
-    With several seeds, losses are means with standard errors, differences are taken per seed, and a winner is named only if it
-    leads by more than two standard errors. A report is written.
+    With several seeds, losses are means with standard errors, differences are taken per seed, and a winner is named only
+    if 0 is outside of their 95 % confidence intervals. A report is written.
 
     Args:
         names: A recipe (fp8-block), a mode (o1, bf16-sr), a sampling (gaussws:od), or a combination (bf16-sr+fp8-block), each

@@ -11,16 +11,19 @@ from typing import Any
 
 from dither import files
 from dither.errors import UserError
-from dither.evaluate.estimates import BOUND, Estimate, estimate, paired
+from dither.evaluate.estimates import Estimate, estimate, paired
 from dither.report.charts import ABSENT, Group, Line, LineChart, Table, fixed, short, size
-from dither.report.run_folder import RunFolder
+from dither.report.run_folder import RunFolder, text_of
 from dither.report.run_table import precision_of, summarize
 
-VERSION = 1
+VERSION = 2
 """The version of comparison.json."""
 
 Value = str | float
 """A value of the swept field."""
+
+MOST_NAMED = 4
+"""Number of runs of an arm that a table names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,12 @@ class Entry:
     """Median over the lines of metrics."""
     memory: float | None = None
     """Peak memory in bytes."""
+    tokens: float | None = None
+    """Number of training tokens."""
+    data: str = ""
+    """What it was trained on: the SHA-256 of the text, or the settings that choose it."""
+    evaluation: str = ""
+    """What its loss was measured on."""
 
     @classmethod
     def of(cls, run: RunFolder, *, arm: str, seed: int, value: Value | None = None) -> "Entry":
@@ -64,6 +73,9 @@ class Entry:
             bits_per_byte=found.bits_per_byte if done else None,
             tokens_per_s=found.tokens_per_s,
             memory=found.memory,
+            tokens=found.tokens,
+            data=text_of(run.environment.get("corpus_sha256")) or _settings(run, "data", "sources", "tokenizer", "kind"),
+            evaluation=_settings(run, "data", "held_out", "sequence") + _settings(run, "run", "eval_sequences"),
         )
 
 
@@ -82,6 +94,8 @@ class Row:
     memory: float | None
     """Peak bytes of the largest run."""
     state: str
+    runs: tuple[str, ...]
+    """Names of the runs."""
 
 
 @dataclass(frozen=True)
@@ -179,10 +193,16 @@ class Comparison:
             tokens_per_s=None if speed is None else speed.mean,
             memory=max((run.memory for run in runs if run.memory is not None), default=None),
             state=", ".join(dict.fromkeys(run.state for run in runs)) or "not run",
+            runs=tuple(run.run for run in runs),
         )
 
     def sentences(self) -> tuple[str, ...]:
         """Return sentences about the best value of each arm and the best arm, if the differences are significant over seeds."""
+        if self.unequal:
+            return (
+                f"These losses do not compare, and no winner is named: the runs differ in {_listed(self.unequal)}. "
+                "`dither compare` trains runs that do.",
+            )
         found = [self._about(curve) for curve in self.curves()] if self.field is not None else []
         if len(self.arms) > 1:
             found.append(self._winner())
@@ -204,12 +224,21 @@ class Comparison:
         return said + (f"; {lowest} is an end of the sweep." if curve.at_an_end else ".")
 
     @property
+    def unequal(self) -> tuple[str, ...]:
+        """What differs between runs so that their losses do not compare."""
+        known, found = [entry for entry in self.entries if entry.loss is not None], []
+        for name, key in (("training tokens", "tokens"), ("data", "data"), ("evaluation", "evaluation")):
+            if len(values := {getattr(entry, key) for entry in known} - {None, ""}) > 1:
+                found.append(f"{name} ({_listed(list(map(short, sorted(values))))})" if key == "tokens" else name)
+        return tuple(found)
+
+    @property
     def winner(self) -> Row | None:
-        """Return the row of the arm that leads all others by more than `BOUND` standard errors; None if none does."""
+        """The row of the arm whose differences to all others have 95 % confidence intervals without 0; None if none does."""
         first, behind = self._behind()
         rivals = [difference for _, difference in behind]
         leads = bool(rivals) and all(difference is not None and difference.decided for difference in rivals)
-        return first if leads and len(rivals) == len(self.arms) - 1 else None
+        return first if leads and len(rivals) == len(self.arms) - 1 and not self.unequal else None
 
     def _behind(self) -> tuple[Row, list[tuple[Row, Estimate | None]]]:
         """Return the arm with the lowest loss, and the others that have one with their differences to it."""
@@ -226,8 +255,8 @@ class Comparison:
         tied = [self._called(row) for row, difference in behind if difference and not difference.decided]
         if tied:
             return (
-                f"No winner: {_listed([self._called(first), *tied])} are statistically tied, within {BOUND:g} standard errors "
-                "of their differences."
+                f"No winner: {_listed([self._called(first), *tied])} are statistically tied: the 95 % confidence intervals of "
+                f"their differences contain 0 (Student's t, {len(self.seeds)} seeds)."
             )
         nearest, difference = min(behind, key=lambda pair: _mean(pair[1]))
         assert difference is not None
@@ -242,7 +271,7 @@ class Comparison:
     # Tables ------------------------------------------------------------------------------------------------------------
 
     def ranking_table(self) -> Table:
-        """Return the ranking as texts; a winner is marked only if it leads by more than `BOUND` standard errors."""
+        """Return the ranking as texts; a winner is marked only if it is significant."""
         winner, rows = self.winner, self.ranking()
         texts = tuple(
             (
@@ -254,15 +283,16 @@ class Comparison:
                 short(row.tokens_per_s),
                 size(row.memory),
                 row.state,
+                _listed([*row.runs[:MOST_NAMED], *([f"{len(row.runs) - MOST_NAMED} more"] if row.runs[MOST_NAMED:] else [])]),
             )
             for row in rows
         )
         swept = [self.field] if self.field else []
         numbers = ("held-out loss", f"difference from {self.arms[0]}", "bits per byte", "tokens/s", "memory")
-        columns = ("arm", *swept, *numbers, "how it ended")
+        columns = ("arm", *swept, *numbers, "how it ended", "runs")
         title = "Each arm at its lowest held-out loss" if self.field else "Held-out loss"
         best = tuple(at for at, row in enumerate(rows) if row == winner)
-        title, right = f"{title}{self._seeds}, lowest first", tuple(range(1, len(columns) - 1))
+        title, right = f"{title}{self._seeds}, lowest first", tuple(range(1, len(columns) - 2))
         return Table(title, columns, texts, right, best, self._about_differences)
 
     def sweep_table(self) -> Table | None:
@@ -272,7 +302,7 @@ class Comparison:
         rows: list[tuple[str, ...]] = []
         best: list[int] = []
         for curve in self.curves():
-            alone = not curve.tied and all(row.loss is not None for row in curve.rows) and len(self.seeds) > 1
+            alone = len(self.seeds) > 1 and not (self.unequal or curve.tied or None in [row.loss for row in curve.rows])
             for row in curve.rows:
                 best += [len(rows)] if alone and row == curve.lowest else []
                 loss = ABSENT if row.loss is None else row.loss.text()
@@ -425,6 +455,12 @@ def _without_seeds(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _settings(run: RunFolder, section: str, *keys: str) -> str:
+    """Return some settings of a section as text; "" if the run has no such section."""
+    found = run.section(section)
+    return f"{ {key: found.get(key) for key in keys} } " if found else ""
+
+
 def _seed(run: RunFolder) -> int:
     seed = run.section("run").get("seed", 0)
     return seed if type(seed) is int else 0
@@ -439,4 +475,4 @@ def _mean(found: Estimate | None) -> float:
 
 
 def _listed(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+    return "".join(words) if len(words) < 2 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -30,6 +30,9 @@ COLUMNS = {
 TEXTS = ("run", "status", "model", "precision")
 """Columns that a filter compares."""
 
+NOISES = {"rounded_normal": "GaussWS", "rounded_normal_exact": "GaussWS", "uniform": "DiffQ"}
+"""Samplings of weights by their noise, as papers name them."""
+
 # Key figures ---------------------------------------------------------------------------------------------------------
 
 
@@ -111,22 +114,26 @@ def median_speed(run: RunFolder) -> float | None:
 
 
 def precision_of(config: Mapping[str, Any]) -> str:
-    """Describe the precision section of a config in a few words.
+    """Describe the precision of a config in a few words.
 
-    >>> precision_of({"precision": {"mode": "bf16-sr", "sampling": {"noise": "rounded_normal", "parts": "od"}}})
-    'bf16-sr, rounded_normal on od'
+    >>> sampling = {"noise": "rounded_normal", "parts": "od"}
+    >>> precision_of({"precision": {"mode": "o1", "states": "dynamic8", "sampling": sampling}, "snip": {"target": 0.5}})
+    'o1, SNIP target 0.5, GaussWS on od, dynamic8 states'
     """
-    section = config.get("precision")
+    section, snip = config.get("precision"), config.get("snip")
     if not isinstance(section, dict):
         return ""
     words = [section.get(key) for key in ("mode", "recipe", "plan")]
-    schedule = section.get("schedule")
+    schedule, sampling = section.get("schedule"), section.get("sampling")
     for entry in schedule if isinstance(schedule, list) else ():
         if isinstance(entry, list) and len(entry) == 2:
             words.append(f"{entry[1]} from {entry[0]}" if entry[0] else str(entry[1]))
-    sampling = section.get("sampling")
+    if isinstance(snip, dict) and snip.get("target") is not None:
+        words.append(f"SNIP target {snip['target']}")
     if isinstance(sampling, dict):
-        words.append(f"{sampling.get('noise', 'sampling')} on {sampling.get('parts', 'all')}")
+        noise = str(sampling.get("noise", "sampling"))
+        words.append(f"{NOISES.get(noise, noise)} on {sampling.get('parts', 'all')}")
+    words += [f"{section[key]} {key}" for key in ("output", "states", "gradients") if section.get(key) is not None]
     return ", ".join(word for word in words if isinstance(word, str))
 
 
