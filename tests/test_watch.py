@@ -116,7 +116,10 @@ def test_updates_come_when_a_file_changed_and_say_how_the_run_ended(served):
     run, server = served
     stamp = re.search('data-stamp="(.*?)"', request(server)[2])[1]
     update = json.loads(request(server, f"/update.json?since={stamp}")[2])
-    assert update == {"stamp": stamp, "html": None, "text": "Live: renewed while the run trains."}
+    progress = "Running: step 40 of 80  loss 2.0549  1.04 k tokens/s  3.85 s left"
+    assert update == {"stamp": stamp, "html": None, "text": progress, "share": 0.5}
+    assert progress in request(server)[2]
+    assert "killed" not in request(server)[2]
     server.page._next = 0.0  # as if the pause after building were over
     append(run, {"kind": "guard", "step": 41, "time": 5.0, "text": "A spike at step 41."})
     update = json.loads(request(server, f"/update.json?since={stamp}")[2])
@@ -139,7 +142,7 @@ def test_building_pages_takes_a_tenth_of_the_time(tmp_path):
         return now[0]
 
     page = LivePage(running(tmp_path / "run"), clock)
-    first, _ = page.current()
+    first = page.current()[0]
     stamps = []
     for step in range(41, 61):
         append(page.folder, train_line(step))
@@ -204,6 +207,8 @@ def test_the_page_renews_itself_and_keeps_what_was_chosen(tmp_path):
         server.page._next = 0.0
         page.run("ask()")
         assert page.run("window.marker") == "not reloaded"
+        assert page.run("LIVE.querySelector('progress').value") == 0.75
+        assert page.run("LIVE.textContent").startswith("Running: step 60 of 80")
         assert page.run(now).startswith("Plan 2 of 5")
         assert page.run("document.querySelector('[data-part=plans] [data-of=slider]').value") == "1"
         assert page.run("document.activeElement.dataset.of") == "slider"
@@ -223,6 +228,7 @@ def test_the_page_renews_itself_and_keeps_what_was_chosen(tmp_path):
         Status(state="done", step=80).save(run)
         page.run("ask()")
         assert page.run("LIVE.textContent") == "The run has ended: done at step 80."
+        assert page.run("LIVE.querySelector('progress').hidden") is True
         assert page.errors == []
         assert all(url.startswith(server.address) for url in page.requests)
         server.shutdown()

@@ -5,6 +5,7 @@ are the curves of runs over steps, tokens, time and FLOPs: one line per run, or 
 """
 
 import bisect
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -12,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from dither.errors import UserError
 from dither.evaluate.estimates import Estimate, estimate, paired
-from dither.report.run_folder import RunFolder, number
+from dither.report.run_folder import RunFolder, number, text_of
 from dither.spec.formats import Format
 
 ABSENT = "-"
@@ -99,7 +100,8 @@ class Line:
     y: tuple[float, ...]
     colour: int = 0
     """Number of the colour; curves of one run have the same in all charts."""
-    style: Literal["plain", "faint", "strong", "dashed"] = "plain"
+    style: Literal["plain", "faint", "strong", "dashed", "dots"] = "plain"
+    """How it is drawn; dots are points without a line, such as events."""
     low: tuple[float, ...] = ()
     """Lower ends of a band around the curve; () if there is none."""
     high: tuple[float, ...] = ()
@@ -328,6 +330,10 @@ CURVES = (
 """Other curves than losses: key in the lines of training, title, label of the y axis, and whether that begins at 0."""
 
 
+GUARD = {"spike": "spike", "skip": "skipped step", "overflow": "overflow", "rollback": "rollback", "stop": "stop"}
+"""Names of the guard's events on the chart of the loss."""
+
+
 @dataclass(frozen=True)
 class Group:
     """Runs of one configuration that are drawn as one curve."""
@@ -339,19 +345,57 @@ class Group:
 
 
 def loss_chart(groups: Sequence[Group]) -> LineChart | None:
-    """Return training and held-out loss of all groups."""
-    lines: list[Line] = []
-    single = len(groups) == 1 and len(groups[0].runs) == 1
-    for group in groups:
-        average = any(run.curve("train", "loss_ema") for run in group.runs.values())
-        if single and average:
-            lines += _drawn(replace(group, label="training, each step"), "train", "loss", "faint")
-        name = "training, averaged" if single and average else "training" if single else f"{group.label}, training"
-        style = "plain" if single else "faint"
-        lines += _drawn(replace(group, label=name), "train", "loss_ema" if average else "loss", style)
-        lines += _drawn(replace(group, label="held-out" if single else group.label), "eval", "loss", "strong")
-    about = "" if single else "Strong lines: held-out text. Faint lines: training, averaged over steps."
-    return _chart("Loss", "nats per token", lines, f"{about}{_band(groups)}".strip())
+    """Return training and held-out loss of all groups; of a single run also each logged loss, and events."""
+    if len(groups) > 1 or len(groups[0].runs) > 1:
+        lines = []
+        for group in groups:
+            lines += _drawn(replace(group, label=f"{group.label}, training"), "train", "loss", "faint", smooth=True)
+            lines += _drawn(group, "eval", "loss", "strong")
+        about = f"Strong lines: held-out text. Faint lines: training, smoothed.{_band(groups)}"
+        return _chart("Loss", "nats per token", lines, about)
+    runs = groups[0].runs
+    (run,) = runs.values()
+    every = min((b["step"] - a["step"] for a, b in itertools.pairwise(run.of("train"))), default=1)
+    logged = "training, each step" if every == 1 else f"training, every {every:,} steps"
+    lines = _drawn(Group(logged, runs, 0), "train", "loss", "faint")
+    lines += _drawn(Group("training, smoothed", runs, 0), "train", "loss", "plain", smooth=True)
+    lines += _drawn(Group("held-out", runs, 1), "eval", "loss", "strong") + _events(run)
+    return _chart("Loss", "nats per token", lines, "Smoothed: lines fitted to the neighbours of each point, which do not lag.")
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Return a curve with less noise and without lag: at each point, the value of the line fitted to its neighbours.
+
+    >>> smoothed([5.0, 4.0, 3.0, 2.0])
+    [5.0, 4.0, 3.0, 2.0]
+    """
+    half, found = max(2, len(values) // 40), []
+    sums, moments = ([0.0, *itertools.accumulate(each)] for each in (values, (n * y for n, y in enumerate(values))))
+    for at in range(len(values)):
+        begin, end = max(0, at - half), min(len(values), at + half + 1)
+        count, centre = end - begin, (begin + end - 1) / 2
+        mean = (sums[end] - sums[begin]) / count
+        product = moments[end] - moments[begin] - centre * count * mean
+        found.append(mean + (at - centre) * product * 12 / (count**3 - count) if count > 1 else mean)
+    return found
+
+
+def _events(run: RunFolder) -> list[Line]:
+    """Return where the plan changed, the guard acted, and the run resumed, as points on the curve of the training loss."""
+    curve = run.curve("train", "loss")
+    losses = list(zip((step for step, _ in curve), smoothed([loss for _, loss in curve]), strict=True))
+    events = [("plan changed", line) for line in run.of("plan") if line.get("changed", True) and line["step"] > 0]
+    events += [(GUARD.get(text_of(line.get("event")), "guard"), line) for line in run.of("guard")]
+    events += [("resumed", line) for line in run.of("start") if line.get("resumed_from") is not None]
+    found: dict[str, list[float]] = {}
+    for label, line in events:
+        if losses and line["step"] <= losses[-1][0]:
+            found.setdefault(label, []).append(max(float(line["step"]), losses[0][0]))
+    lines = []
+    for colour, (label, steps) in enumerate(found.items(), 2):
+        x = {axis: tuple(places) for axis, places in _positions(run, steps, "train").items()}
+        lines.append(Line(label, x, tuple(_at(losses, step) or 0.0 for step in steps), colour, "dots"))
+    return lines
 
 
 def difference_chart(groups: Sequence[Group]) -> LineChart | None:
@@ -380,9 +424,12 @@ def other_charts(groups: Sequence[Group]) -> tuple[LineChart, ...]:
     return tuple(chart for chart in found if chart is not None)
 
 
-def _drawn(group: Group, kind: str, key: str, style: str) -> list[Line]:
+def _drawn(group: Group, kind: str, key: str, style: str, smooth: bool = False) -> list[Line]:
     """Return the curve of a group: of its run, or the mean over seeds at the steps that all of them have."""
-    values = [dict(run.curve(kind, key)) for run in group.runs.values()]
+    curves = [run.curve(kind, key) for run in group.runs.values()]
+    if smooth:
+        curves = [tuple(zip((x for x, _ in curve), smoothed([y for _, y in curve]), strict=True)) for curve in curves]
+    values = [dict(curve) for curve in curves]
     steps = sorted(set.intersection(*map(set, values)))
     return _line(group, [(step, estimate([each[step] for each in values])) for step in steps], style, kind)
 

@@ -7,6 +7,7 @@ import io
 import itertools
 import math
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from dither.spec.formats import Format
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
     from dither.report.page import Report, Section
@@ -47,6 +49,14 @@ DOTS_PER_INCH, SCREEN_DOTS = 200, 100
 MOST_INSIDE = 5
 """Number of curves whose legend fits between them; that of more is beside the chart."""
 OPERANDS = ("input", "weight", "gradient")
+SHARES = {
+    "clipped": "clipped",
+    "flushed": "flushed to zero",
+    "subnormal": "subnormal",
+    "zeros": "zero before the cast",
+    "nonfinite": "NaN or Inf",
+}
+"""Words for the shares of the monitor, as on the page."""
 
 # Files -------------------------------------------------------------------------------------------------------------------
 
@@ -151,7 +161,6 @@ def draw_chart(chart: Chart) -> Drawing:
 
     def draw(figure: "Figure") -> None:
         axes = figure.add_subplot()
-        axes.set_title(chart.title, loc="left")
         axes.set_axisbelow(True)
         axes.tick_params(length=0)
         for name, spine in axes.spines.items():
@@ -174,13 +183,42 @@ def draw_chart(chart: Chart) -> Drawing:
                 axes.spines["bottom"].set_visible(False)
             case TimelineChart():
                 _timeline(axes, chart)
+        _title(axes, chart.title)
 
     return draw
 
 
+def _title(axes: "Axes", text: str) -> None:
+    """Set the title in as many lines as the width of the figure needs, beside the labels of the y axis and a colour bar."""
+    width = cast("Figure", axes.figure).get_figwidth() - 1.4
+    axes.set_title(textwrap.fill(text, max(12, int(11 * width / axes.get_gridspec().ncols))), loc="left")  # type: ignore[union-attr]
+
+
+def _log_ticks(axis: "Axis", low: float, high: float) -> None:
+    """Label an axis at powers of ten, or also between them if it has few, in plain text: matplotlib's own is LaTeX."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: power_text(value)))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def power_text(value: float) -> str:
+    """Return a number with a power of ten if it is small or large.
+
+    >>> power_text(0.02), power_text(1e-7), power_text(2e6)
+    ('0.02', '10⁻⁷', '2·10⁶')
+    """
+    if not value or 1e-3 <= abs(value) < 1e5:
+        return f"{value:g}"
+    front, exponent = f"{value:.3e}".split("e")
+    raised = str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return f"{'' if float(front) == 1 else f'{float(front):g}·'}10{raised}"
+
+
 def _lines(axes: "Axes", chart: LineChart) -> None:
     axis = chart.axes[0]
-    widths = {"strong": 1.8, "plain": 1.1, "dashed": 1.1, "faint": 0.7}
+    widths = {"strong": 1.8, "plain": 1.1, "dashed": 1.1, "faint": 0.7, "dots": 0.0}
     if chart.log_x:
         axes.set_xscale("log")
     if chart.log:
@@ -190,8 +228,10 @@ def _lines(axes: "Axes", chart: LineChart) -> None:
             continue
         colour = PALETTE[line.colour % len(PALETTE)]
         dashed = line.colour >= len(PALETTE) or line.style == "dashed"
-        axes.plot(line.x[axis], line.y, "--" if dashed else "-", color=colour, linewidth=widths[line.style], label=line.label,
-                  alpha=0.45 if line.style == "faint" else 1.0, marker="o" if line.marked else "", markersize=3)  # fmt: skip
+        dots = line.style == "dots"
+        axes.plot(line.x[axis], line.y, "" if dots else "--" if dashed else "-", color=colour, linewidth=widths[line.style],
+                  label=line.label, alpha=0.45 if line.style == "faint" else 1.0, markersize=5 if dots else 3,
+                  marker="o" if line.marked or dots else "")  # fmt: skip
         if line.low:
             axes.fill_between(line.x[axis], line.low, line.high, color=colour, alpha=0.18, linewidth=0)
     for at, text in chart.marks:
@@ -200,6 +240,10 @@ def _lines(axes: "Axes", chart: LineChart) -> None:
     if chart.ticks:
         axes.set_xticks([at for at, _ in chart.ticks], [text for _, text in chart.ticks])
         axes.set_xticks([], minor=True)
+    elif chart.log_x:
+        _log_ticks(axes.xaxis, *axes.get_xlim())
+    if chart.log:
+        _log_ticks(axes.yaxis, *axes.get_ylim())
     if chart.from_zero:
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     axes.grid(axis="y", color=GRID, linewidth=0.6)
@@ -228,35 +272,45 @@ def _timeline(axes: "Axes", chart: TimelineChart) -> None:
 
 
 def _maps(section: "Section") -> dict[str, Drawing]:
-    """Return drawings of the plan in force, the sensitivity and the bitwidths of a run."""
+    """Return drawings of the plan in force, sensitivities, bitwidths and numerics of a run."""
     found: dict[str, Drawing] = {}
     if (plans := section.plans) is not None:
         operands = [[plans.entries[at] for at in row] for row in plans.states[-1].cells]
         found["precision-map"] = precision_map(plans.grid, operands)
         if section.choices:
             last = section.choices[-1]
-            harm = {name: row[-1] for name, row in zip(last.layers, last.harm, strict=True) if row[-1] > 0}
-            title = f"Estimated harm of {last.options[-1]} at step {last.measured:,}"
-            found["sensitivity-map"] = heat_map(plans.grid, harm, title, log=True)
-    if (view := section.bitwidths) is not None:
-        step, layers = view.history[-1]
-        means = {name: layer.mean for name, layer in layers.items()}
-        found["bitwidth-map"] = heat_map(view.grid, means, f"Mean bitwidths at step {step:,}", ends=view.scale)
+            for name, words, table in (
+                ("sensitivity-map", "Estimated harm", last.harm),
+                ("sensitivity-of-the-loss-map", "Estimated change of the loss", last.loss),
+                ("sensitivity-of-the-weights-map", "Estimated change of the weights", last.weights),
+            ):
+                values = {layer: row[-1] for layer, row in zip(last.layers, table, strict=True) if row[-1] > 0}
+                title = f"{words}: {last.options[-1]}, step {last.measured:,}"
+                found |= {name: heat_map(plans.grid, {"": values}, title, log=True)} if values else {}
+    if (bits := section.bitwidths) is not None:
+        means = {name: layer.mean for name, layer in bits.last.items()}
+        found["bitwidth-map"] = heat_map(bits.grid, {"": means}, f"Mean bitwidths at step {bits.history[-1][0]:,}", bits.scale)
+    if (view := section.numerics) is not None:
+        for share, histories in view.shares.items():
+            panels = {
+                name: {layer: value for layer, value in zip(view.grid.names, rows[-1], strict=True) if value is not None}
+                for name, rows in zip(OPERANDS, histories.values(), strict=True)
+            }
+            if any(value for values in panels.values() for value in values.values()):
+                title = f"Share of values that are {SHARES[share]}, step {view.steps[-1]:,}"
+                found[f"{_words(SHARES[share])}-map"] = heat_map(view.grid, panels, title)
     return found
 
 
 def precision_map(grid: LayerGrid, operands: Sequence[Sequence[OperandPrecision]]) -> Drawing:
-    """Return a drawing of the formats of inputs, weights and gradients: a row of layers for each of them."""
-    colours = [[each.colours[0] for each in row] for row in operands]
+    """Return a drawing of the formats of inputs, weights and gradients, each in a panel."""
+    colours = {name: [each.colours[0] for each in row] for name, row in zip(OPERANDS, operands, strict=True)}
     used = {name: colour for row in operands for each in row for name, colour in zip(each.formats, each.colours, strict=True)}
 
     def draw(figure: "Figure") -> None:
         from matplotlib.patches import Patch
 
-        figure.set_size_inches(max(5.4, 0.16 * len(grid.columns) * 3 + 1.2), max(1.6, 0.22 * len(grid.rows) + 0.9))
-        for panel, (name, row) in enumerate(zip(OPERANDS, colours, strict=True), 1):
-            axes = figure.add_subplot(1, 3, panel)
-            _cells(axes, grid, row, name, labelled=panel == 1)
+        _panels(figure, grid, colours)
         patches = [Patch(color=colour, label=name) for name, colour in used.items()]
         figure.legend(handles=patches, loc="outside lower center", ncols=len(patches))
 
@@ -264,23 +318,46 @@ def precision_map(grid: LayerGrid, operands: Sequence[Sequence[OperandPrecision]
 
 
 def heat_map(
-    grid: LayerGrid, values: Mapping[str, float], title: str, *, ends: tuple[float, float] | None = None, log: bool = False
+    grid: LayerGrid,
+    panels: Mapping[str, Mapping[str, float]],
+    title: str,
+    ends: tuple[float, float] | None = None,
+    *,
+    log: bool = False,
 ) -> Drawing:
-    """Return a drawing of a number of each layer that has one."""
+    """Return a drawing of a number of each layer that has one, in panels with one colour bar; `ends` are those of the bar."""
 
     def draw(figure: "Figure") -> None:
         from matplotlib.cm import ScalarMappable
         from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize, to_hex
 
-        figure.set_size_inches(max(4.0, 0.16 * len(grid.columns) + 2.2), max(1.8, 0.22 * len(grid.rows) + 0.9))
-        low, high = ends or (min(values.values(), default=1.0), max(values.values(), default=1.0))
-        norm = LogNorm(low, high if high > low else low * 1.01) if log else Normalize(low, high)
+        known = [value for values in panels.values() for value in values.values()]
+        low, high = ends or (min(known), max(known)) if known else (1.0, 1.0)
+        high = high if high > low else low * 1.01
+        norm = LogNorm(low, high) if log else Normalize(low, high)
         colours = LinearSegmentedColormap.from_list("dither", list(SEQUENCE))
-        axes = figure.add_subplot()
-        _cells(axes, grid, [to_hex(colours(norm(values[n]))) if n in values else None for n in grid.names], title)
-        figure.colorbar(ScalarMappable(norm, colours), ax=axes)
+        axes = _panels(figure, grid, {
+            name: [to_hex(colours(norm(values[layer]))) if layer in values else None for layer in grid.names]
+            for name, values in panels.items()
+        })  # fmt: skip
+        bar = figure.colorbar(ScalarMappable(norm, colours), ax=axes)
+        if log:
+            _log_ticks(bar.ax.yaxis, low, high)
+        width = int(11 * figure.get_figwidth()) - 4
+        figure.suptitle(textwrap.fill(title, width), x=0.02, ha="left", fontsize=10, fontweight="bold")
 
     return draw
+
+
+def _panels(figure: "Figure", grid: LayerGrid, colours: Mapping[str, Sequence[str | None]]) -> "list[Axes]":
+    """Draw maps of layers side by side."""
+    width = max(5.4 if len(colours) > 1 else 4.0, 0.16 * len(grid.columns) * len(colours) + 2.2)
+    figure.set_size_inches(width, max(1.8, 0.22 * len(grid.rows) + 1.1))
+    found = []
+    for panel, (name, row) in enumerate(colours.items(), 1):
+        found.append(figure.add_subplot(1, len(colours), panel))
+        _cells(found[-1], grid, row, name, labelled=panel == 1)
+    return found
 
 
 def _cells(axes: "Axes", grid: LayerGrid, colours: Sequence[str | None], title: str, labelled: bool = True) -> None:
@@ -321,7 +398,7 @@ def line_images(layers: Sequence[str], line: Mapping[str, Any]) -> dict[str, Any
         return {"maps/precision": pixels(precision_map(grid, plan_operands(grid.names, Plan.from_dict(line["plan"]))))}
     if line["kind"] == "bitwidths" and (found := layer_bits(line)):
         means, title = {name: each.mean for name, each in found.items()}, f"Mean bitwidths at step {line['step']:,}"
-        return {"maps/bitwidths": pixels(heat_map(grid_of(list(found)), means, title, ends=bit_scale(found.values())))}
+        return {"maps/bitwidths": pixels(heat_map(grid_of(list(found)), {"": means}, title, bit_scale(found.values())))}
     return {}
 
 

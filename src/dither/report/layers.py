@@ -567,8 +567,8 @@ class BitwidthView:
             ("layer",),
             (
                 Line("mean ± deviation", x, means, 0, "strong", low, high, marked=len(names) <= 64),
-                Line("largest", x, tuple(each.high for each in layers), 0, "plain"),
-                Line("smallest", x, tuple(each.low for each in layers), 0, "dashed"),
+                Line("largest", x, tuple(each.high for each in layers), 1, "plain"),
+                Line("smallest", x, tuple(each.low for each in layers), 2, "dashed"),
             ),
             f"Blocks of each layer at step {self.history[-1][0]:,}; layers in the order of the model, labelled by their block.",
             ticks=tuple((float(n), name or "other") for n, name in enumerate(blocks) if n == 0 or name != blocks[n - 1]),

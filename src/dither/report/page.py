@@ -300,11 +300,13 @@ class Report:
         """Return `to_dict` as JSON."""
         return json.dumps(self.to_dict(), allow_nan=False, indent=1)
 
-    def html(self, stamp: str = "") -> str:
+    def html(self, stamp: str = "", text: str = "", share: float | None = None) -> str:
         """Return the page; the same runs give the same bytes.
 
         Args:
             stamp: For `dither watch`: the state of the folder; the page asks its server for newer ones. "" asks for nothing.
+            text: For `dither watch`: a sentence about the progress of the run.
+            share: The share of the steps that are done; None if it is not known.
         """
         import jinja2
 
@@ -321,6 +323,8 @@ class Report:
         return environment.from_string(_asset("page.html")).render(
             title=self.title,
             stamp=stamp,
+            text=text,
+            share=share,
             policy=f"default-src 'none'; {sources}{connections}; base-uri 'none'; form-action 'none'",
             style=style,
             script=script,

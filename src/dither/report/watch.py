@@ -130,6 +130,11 @@ class TerminalView:
         at = f" at step {status['step']:,}" if type(status.get("step")) is int else ""
         return printable(f"The run {self.name} has ended{at}: {state}." + (f" {why}" if isinstance(why, str) and why else ""))
 
+    @property
+    def share(self) -> float | None:
+        """The share of the steps that are done; None if the config does not say how many there are."""
+        return None if self.planned is None else min(1.0, self.train.get("step", 0) / self.planned)
+
     def progress(self) -> str:
         """Return the last line of training as text."""
         step = self.train.get("step", 0)
@@ -150,13 +155,12 @@ class TerminalView:
         from rich.table import Table
         from rich.text import Text
 
-        step = self.train.get("step", 0)
         held_out = "" if self.held_out is None else f"  held-out loss {fixed(self.held_out)}"
         state = printable(text_of(observed_status(self.folder, []).get("state"))) or "unknown"
         parts: list[RenderableType] = [Text(f"{self.name}: {state}", style="bold", no_wrap=True)]
-        if self.planned is not None:
+        if self.share is not None:
             grid = Table.grid()  # ends the line, which a bar alone does not
-            grid.add_row(ProgressBar(total=self.planned, completed=min(step, self.planned), width=min(width, 80)))
+            grid.add_row(ProgressBar(total=1.0, completed=self.share, width=min(width, 80)))
             parts.append(grid)
         parts.append(Text(self.progress() + held_out))
         if self.losses:
@@ -205,28 +209,32 @@ class LivePage:
         self.folder, self.clock = folder, clock
         self._lock = threading.Lock()
         self._stamp, self._html, self._next = "", "", 0.0
-        read(folder)  # raises if it is not a run
+        self._view = TerminalView(folder)  # raises if it is not a run
 
-    def current(self) -> tuple[str, str]:
-        """Return (stamp, page) of the newest state that may be built now. Raise a UserError if the run was removed."""
+    def current(self) -> tuple[str, str, str, float | None]:
+        """Return the stamp and the page of the newest state that may be built now, and the progress of the run.
+
+        Raise a UserError if the run was removed.
+        """
         if problem := why_not(self.folder):
             raise UserError(problem)
         with self._lock:
             stamp = self._state()
             began = self.clock()
             if stamp != self._stamp and (not self._html or began >= self._next):
-                self._html = Report([read(self.folder)]).html(stamp)
+                self._html = Report([read(self.folder)]).html(stamp, *self.progress())
                 self._stamp = stamp
                 self._next = self.clock() + REST * (self.clock() - began)
-            return self._stamp, self._html
+            return self._stamp, self._html, *self.progress()
 
-    def text(self) -> str:
-        """Return a sentence about the state of the run."""
+    def progress(self) -> tuple[str, float | None]:
+        """Return a sentence about the state of the run, and the share of its steps that are done if that is known."""
+        self._view.update()
         status = observed_status(self.folder, [])
         state, step = status.get("state"), status.get("step")
-        if state == "running" or not isinstance(state, str):
-            return "Live: renewed while the run trains."
-        return f"The run has ended: {state}" + (f" at step {step:,}." if type(step) is int else ".")
+        if state != "running" and isinstance(state, str):
+            return f"The run has ended: {state}" + (f" at step {step:,}." if type(step) is int else "."), None
+        return f"Running: {self._view.progress()}", self._view.share
 
     def _state(self) -> str:
         """Return a text that changes with the files of the folder."""
@@ -279,15 +287,17 @@ class _Handler(BaseHTTPRequestHandler):
         if url.path not in ("/", "/update.json"):
             return self._send(HTTPStatus.NOT_FOUND, "text/plain", "There is no such page: the page of the run is at /.\n")
         try:
-            stamp, html = self.server.page.current()
+            stamp, html, text, share = self.server.page.current()
         except UserError as error:  # the folder was removed
             if url.path == "/":
                 return self._send(HTTPStatus.NOT_FOUND, "text/plain", f"{error}\n")
-            return self._send(HTTPStatus.OK, "application/json", json.dumps({"stamp": "", "html": None, "text": str(error)}))
+            return self._send(
+                HTTPStatus.OK, "application/json", json.dumps({"stamp": "", "html": None, "text": str(error), "share": None})
+            )
         if url.path == "/":
             return self._send(HTTPStatus.OK, "text/html", html)
         since = parse_qs(url.query).get("since", [""])[0]
-        update = {"stamp": stamp, "html": None if since == stamp else html, "text": self.server.page.text()}
+        update = {"stamp": stamp, "html": None if since == stamp else html, "text": text, "share": share}
         return self._send(HTTPStatus.OK, "application/json", json.dumps(update))
 
     def do_HEAD(self) -> None:

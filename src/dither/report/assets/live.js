@@ -56,9 +56,11 @@ async function askOnce() {
       stamp = update.stamp;
       LIVE.dataset.stamp = stamp;
     }
-    LIVE.textContent = update.text;
+    LIVE.querySelector("p").textContent = update.text;
+    LIVE.querySelector("progress").hidden = update.share === null;
+    LIVE.querySelector("progress").value = update.share ?? 0;
   } catch (error) {
-    LIVE.textContent = "`dither watch` has ended: this page is no longer renewed.";
+    LIVE.querySelector("p").textContent = "`dither watch` has ended: this page is no longer renewed.";
   }
 }
 
