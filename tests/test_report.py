@@ -481,6 +481,104 @@ def test_figures_for_papers_are_the_charts_of_the_page(tmp_path, capsys):
     assert cli.main(["report", str(run), "--json", "-o", "x.html"]) == 2
 
 
+def test_figures_alone_say_that_there_is_no_page(tmp_path, capsys):
+    run = make(tmp_path / "run")
+    assert cli.main(["report", str(run), "--png", str(tmp_path / "png")]) == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines() == [
+        str(path) for path in sorted((tmp_path / "png").iterdir(), key=lambda p: p.stat().st_mtime_ns)
+    ]
+    assert "5 figures and no page were written: --out PAGE.html writes one as well." in said.err
+    assert cli.main(["report", str(run), "--png", str(tmp_path / "png"), "-o", str(tmp_path / "page.html")]) == 0
+    said = capsys.readouterr()
+    assert "no page" not in said.err
+    assert said.out.splitlines()[-1] == str(tmp_path / "page.html")
+
+
+def titles_inside(draw):
+    """Whether all titles are inside of the figure, as it is drawn."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    with figures._figure("") as figure:
+        draw(figure)
+        FigureCanvasAgg(figure).draw()
+        titles = [*(axes._left_title for axes in figure.axes), figure._suptitle]
+        boxes = [title.get_window_extent() for title in titles if title is not None and title.get_text()]
+        return boxes and all(
+            figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1 for box in boxes
+        )
+
+
+@pytest.mark.parametrize(("low", "high"), [(1e-7, 3e-5), (2e-7, 5e-7), (0.5, 80.0), (1e4, 1e9)])
+def test_logarithmic_axes_have_plain_text_and_long_titles_are_whole(tmp_path, low, high):
+    line = charts.Line("a", {"tokens": (1e3, 1e6, 1e9)}, (low, (low * high) ** 0.5, high))
+    title = "Held-out loss, difference to bf16-sr, fp8-block, SNIP target 0.5, GaussWS on all, dynamic8 states"
+    chart = charts.LineChart(title, "nats", ("tokens",), (line,), log=True, log_x=True)
+    path = figures.write_drawing(figures.draw_chart(chart), tmp_path / "log.svg")
+    texts = ["".join(each.itertext()) for each in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")]
+    assert not [text for text in texts if "$" in text or "\\" in text]
+    assert len([text for text in texts if re.fullmatch(r"[\d.]+(·10[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+)?|10[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+", text)]) >= 4, texts
+    assert titles_inside(figures.draw_chart(chart))
+
+
+def test_every_chart_and_map_of_a_real_run_is_a_figure(report_run, tmp_path):
+    made = report.Report([report.read(report_run)])
+    drawings = figures._drawings(made)
+    assert {figures._words(chart.title) for chart in made.charts.values()} < set(drawings)
+    maps = {name for name in drawings if name.endswith("-map")}
+    assert maps >= {"precision-map", "sensitivity-map", "sensitivity-of-the-loss-map", "bitwidth-map", "flushed-to-zero-map"}
+    for name, draw in drawings.items():
+        assert titles_inside(draw), name
+        assert "$" not in figures.write_drawing(draw, tmp_path / f"{name}.svg").read_text(), name
+
+
+# The chart of the loss ---------------------------------------------------------------------------------------------------
+
+
+def loss_lines(folder, entries):
+    return {line.label: line for line in report.Report([report.read(make(folder, entries))]).charts["loss"].lines}
+
+
+def test_training_and_held_out_loss_are_named_for_what_they_are(tmp_path):
+    found = loss_lines(tmp_path / "a", [line for line in lines() if line["kind"] != "train" or line["step"] % 10 == 0])
+    assert list(found) == ["training, every 10 steps", "training, smoothed", "held-out"]
+    assert found["held-out"].colour != found["training, smoothed"].colour
+    assert list(loss_lines(tmp_path / "b", lines()))[0] == "training, each step"
+
+
+def test_the_smoothed_loss_does_not_lag():
+    """Where held-out and training loss are the same, the drawn curves are too: an average of the past would lie above."""
+    random, true = Random(0), [2 + 3 * math.exp(-step / 300) for step in range(2000)]
+    found = charts.smoothed([loss + random.gauss(0, 0.1) for loss in true])
+    assert max(abs(a - b) for a, b in zip(found, true, strict=True)) < 0.06
+    assert abs(sum(a - b for a, b in zip(found[20:300], true[20:300], strict=True)) / 280) < 0.01
+    assert charts.smoothed([5.0, 4.0, 3.0, 2.0, 1.0, 0.0, -1.0]) == pytest.approx([5.0, 4.0, 3.0, 2.0, 1.0, 0.0, -1.0])
+    assert [charts.smoothed(values) for values in ([], [3.0], [3.0, 5.0])] == [[], [3.0], [3.0, 5.0]]
+
+
+def test_plan_changes_spikes_and_resumes_are_marked_on_the_loss(tmp_path):
+    plan = {"kind": "plan", "time": 0, "plan": recipe("mxfp4").to_dict(), "reason": "chosen"}
+    entries = [
+        *lines(),
+        *({**plan, "step": step, "changed": changed} for step, changed in ((0, True), (20, True), (30, False))),
+        *(
+            {"kind": "guard", "step": step, "time": 1, "event": event, "text": "x"}
+            for step, event in ((12, "spike"), (14, EVIL))
+        ),
+        {"kind": "start", "step": 25, "time": 3, "resumed_from": 24},
+        {"kind": "guard", "step": 99, "time": 9, "event": "spike", "text": "after the last line of training"},
+    ]
+    found = loss_lines(tmp_path / "run", entries)
+    dots = {label: (line.x["steps"], line.x["tokens"]) for label, line in found.items() if line.style == "dots"}
+    assert dots == {
+        "plan changed": ((20.0,), (2000.0,)),
+        "spike": ((12.0,), (1200.0,)),
+        "guard": ((14.0,), (1400.0,)),
+        "resumed": ((25.0,), (2500.0,)),
+    }
+    assert found["spike"].y[0] == pytest.approx(found["training, smoothed"].y[11])
+
+
 def test_figures_of_several_runs_are_named_after_them(tmp_path, capsys):
     runs = [make(tmp_path / name) for name in ("Long run", "long-run", "\N{CYRILLIC SMALL LETTER A}")]
     assert cli.main(["report", *map(str, runs), "--svg", str(tmp_path / "svg")]) == 0
