@@ -543,7 +543,7 @@ def test_training_and_held_out_loss_are_named_for_what_they_are(tmp_path):
     found = loss_lines(tmp_path / "a", [line for line in lines() if line["kind"] != "train" or line["step"] % 10 == 0])
     assert list(found) == ["training, every 10 steps", "training, smoothed", "held-out"]
     assert found["held-out"].colour != found["training, smoothed"].colour
-    assert list(loss_lines(tmp_path / "b", lines()))[0] == "training, each step"
+    assert next(iter(loss_lines(tmp_path / "b", lines()))) == "training, each step"
 
 
 def test_the_smoothed_loss_does_not_lag():
