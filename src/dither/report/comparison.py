@@ -22,8 +22,8 @@ VERSION = 2
 Value = str | float
 """A value of the swept field."""
 
-MOST_NAMED = 4
-"""Number of runs of an arm that a table names."""
+MOST_NAMED, LONGEST_IN_HEADER = 4, 24
+"""Number of runs of an arm that a table names, and of letters of an arm's name in the header of a column."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,7 +288,8 @@ class Comparison:
             for row in rows
         )
         swept = [self.field] if self.field else []
-        numbers = ("held-out loss", f"difference from {self.arms[0]}", "bits per byte", "tokens/s", "memory")
+        base = self.arms[0] if len(self.arms[0]) <= LONGEST_IN_HEADER else "the first arm"
+        numbers = ("held-out loss", f"difference from {base}", "bits per byte", "tokens/s", "memory")
         columns = ("arm", *swept, *numbers, "how it ended", "runs")
         title = "Each arm at its lowest held-out loss" if self.field else "Held-out loss"
         best = tuple(at for at, row in enumerate(rows) if row == winner)
