@@ -787,12 +787,14 @@ def test_stages_of_the_pipeline_take_what_their_layers_cost(report_run, section)
     assert busy[0] / busy[1] == pytest.approx(works[0] / works[1])
 
 
-def test_a_report_of_this_version_needs_no_torch(report_run, tmp_path):
-    """A page is written in a second, not after the seconds that torch takes to load."""
-    code = "import sys, dither.report as r; r.write([sys.argv[1]], sys.argv[2]); print('torch' in sys.modules)"
+@pytest.mark.parametrize("words", [["report", "{run}", "-o", "{page}"], ["runs", "{run}"], ["watch", "{run}", "--terminal"]])
+def test_commands_about_runs_import_neither_torch_nor_matplotlib(report_run, tmp_path, words):
+    """They answer in a second, not after the seconds that torch takes to load."""
+    code = "import sys; from dither import cli; cli.main(sys.argv[1:]); print({'torch', 'matplotlib'} & set(sys.modules))"
     environment = {**os.environ, "PYTHONPATH": str(Path(report.__file__).parents[2])}
-    arguments = [sys.executable, "-c", code, str(report_run), str(tmp_path / "page.html")]
-    assert subprocess.run(arguments, check=True, capture_output=True, text=True, env=environment).stdout == "False\n"
+    arguments = [word.format(run=report_run, page=tmp_path / "page.html") for word in words]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True, text=True, env=environment)
+    assert done.stdout.splitlines()[-1] == "set()"
 
 
 # `dither formats --plot` -----------------------------------------------------------------------------------------------
