@@ -345,7 +345,8 @@ def test_a_chart_zooms_switches_to_log_hides_series_and_saves_itself(opened):
     opened.click("[data-chart=loss] .legend li:nth-child(1) button")
     saved = ElementTree.fromstring(opened.run("svgText(document.querySelector('[data-chart=loss] .plot'))"))
     texts = {"".join(each.itertext()) for each in saved.iter("{http://www.w3.org/2000/svg}text")}
-    assert {"steps", "nats per token", "training, each step", "held-out"} <= texts
+    assert {"steps", "nats per token", "training, each step"} <= texts
+    assert "held-out" not in texts  # it is hidden
     assert all(each.get("stroke", "").startswith(("rgb", "none")) for each in saved.iter("{http://www.w3.org/2000/svg}path"))
     maps = opened.run("[...document.querySelectorAll('[data-part] .plot > svg')].map((svg) => svgText(svg.parentElement))")
     assert len([ElementTree.fromstring(each) for each in maps]) > 8

@@ -420,11 +420,12 @@ function styled(svg) {
 }
 
 function svgText(holder) {
-  const svg = styled(holder.querySelector(":scope > svg")), width = Number(svg.getAttribute("width")), page = getComputedStyle(document.body);
+  const svg = styled(holder.querySelector(":scope > svg")), page = getComputedStyle(document.body);
+  const items = [...(holder.closest("figure, [data-part]")?.querySelectorAll(".legend li:not(:has([aria-pressed=false]))") ?? [])];
+  const room = (item) => 50 + textWidth(item.textContent), width = Math.max(Number(svg.getAttribute("width")), ...items.map(room));
   let height = Number(svg.getAttribute("height")), at = 8;
-  const items = holder.closest("figure, [data-part]")?.querySelectorAll(".legend li") ?? [];
   for (const item of items) {
-    const wide = 36 + textWidth(item.textContent) + 14;
+    const wide = room(item);
     if (at === 8 || at + wide > width) [at, height] = [8, height + 18];
     const shape = styled(item.querySelector("svg"));
     for (const [name, value] of Object.entries({ x: at, y: height - 14 })) shape.setAttribute(name, value);
@@ -432,7 +433,7 @@ function svgText(holder) {
     at += wide;
   }
   svg.prepend(make("rect", { width: "100%", height: "100%", fill: page.backgroundColor }));
-  for (const [name, value] of Object.entries({ height, viewBox: `0 0 ${width} ${height}` })) svg.setAttribute(name, value);
+  for (const [name, value] of Object.entries({ width, height, viewBox: `0 0 ${width} ${height}` })) svg.setAttribute(name, value);
   return new XMLSerializer().serializeToString(svg);
 }
 
