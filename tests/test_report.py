@@ -90,6 +90,16 @@ def test_a_page_has_what_the_run_has(tmp_path):
     assert [len(line["y"]) for line in data["charts"]["loss"]["lines"]] == [40, 40, 1]
 
 
+def test_a_page_has_what_was_written_about_the_run(tmp_path, capsys):
+    run = make(tmp_path / "run", about_txt=f"The first try.\n{EVIL}\n")
+    html = report.render([report.read(run)])
+    assert "The first try." in Page(html).text
+    assert EVIL in Page(html).text
+    assert html.count("<script") == 2
+    assert cli.main(["runs", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["about"] == f"The first try.\n{EVIL}"
+
+
 def test_a_page_loads_nothing_and_runs_nothing(tmp_path):
     runs = report.read_all([make(tmp_path / "a"), make(tmp_path / "b", plan="nvfp4")])
     html = report.render(runs)

@@ -314,13 +314,13 @@ class Report:
             autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
         )
         script, style = (
-            _asset("charts.js") + _asset("page.js") + (_asset("live.js") if stamp else ""),
-            _asset("page.css") + _line_colours(),
+            asset("charts.js") + asset("page.js") + (asset("live.js") if stamp else ""),
+            asset("page.css") + _line_colours(),
         )
         connections = "; connect-src 'self'" if stamp else ""
         sources = f"style-src {_hash(style)}; script-src {_hash(script)}"
         axes = {axis for name in self.curves for axis in getattr(self.charts[name], "axes", ())}
-        return environment.from_string(_asset("page.html")).render(
+        return environment.from_string(asset("page.html")).render(
             title=self.title,
             stamp=stamp,
             text=text,
@@ -401,7 +401,8 @@ def config_differences(runs: Sequence[RunFolder]) -> Table | None:
     return Table("Settings that differ", ("setting", *(run.name for run in runs)), tuple(rows)) if rows else None
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """Return a file of the page: its template, style or script."""
     return resources.files("dither.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 

@@ -81,6 +81,8 @@ class RunFolder:
     environment: Mapping[str, Any] = field(default_factory=dict)
     blocks: Mapping[str, Any] = field(default_factory=dict)
     """Contents of bitwidths.json: learned bitwidths of single blocks; empty if the run has none."""
+    about: str = ""
+    """Contents of about.txt: what a user wrote about the run."""
 
     def section(self, name: str) -> Mapping[str, Any]:
         """Return a section of the config; {} if there is none."""
@@ -159,6 +161,11 @@ def read(folder: str | Path, *, brief: bool = False) -> RunFolder:
         others["environment"] = _object(folder, "environment.json", missing)
         if os.path.lexists(folder / "bitwidths.json"):  # few runs have bitwidths: their absence is no fault
             others["blocks"] = _object(folder, "bitwidths.json", missing)
+    if os.path.lexists(folder / "about.txt"):
+        try:
+            others["about"] = files.read(folder / "about.txt", most=64 << 10).decode(errors="replace").strip()
+        except Refused as error:
+            missing.append(f"{error}.")
     lines, status = _metrics(folder, missing, brief), observed_status(folder, missing)
     known = {"config": config, "config_text": text, "status": status, "lines": lines, "missing": tuple(missing)}
     return RunFolder(folder=folder, name=folder.name or folder.resolve().name, **known, **others)  # type: ignore[arg-type]

@@ -27,6 +27,9 @@ COLUMNS = {
 }  # fmt: skip
 """Columns that a table is sorted by, and the attributes of a row."""
 
+HEADER = ("run", "status", "model", "precision", "steps", "held-out loss", "median tokens/s", "memory", "when", "report")
+"""Names of the cells of a row."""
+
 TEXTS = ("run", "status", "model", "precision")
 """Columns that a filter compares."""
 
@@ -61,6 +64,8 @@ class Summary:
     """Peak memory in bytes."""
     seconds: float | None
     parameters: float | None
+    about: str
+    """What about.txt in the folder says about the run."""
 
 
 def summarize(run: RunFolder) -> Summary:
@@ -87,6 +92,7 @@ def summarize(run: RunFolder) -> Summary:
         memory=max((value for _, value in run.curve("train", "memory")), default=None),
         seconds=max((time for kind in run.lines if (time := run.last(kind, "time")) is not None), default=None),
         parameters=number(run.environment.get("parameters")),
+        about=run.about,
     )
 
 

@@ -1,7 +1,7 @@
 """Follow a run while it trains: its page on a server of this machine, or its state in the terminal.
 
-The server listens on 127.0.0.1 only, answers GET and HEAD for two paths, and writes nothing. Requests with another host name
-are refused, so that a website whose name was pointed at this machine cannot read the page.
+The server listens on 127.0.0.1 only, answers GET and HEAD for pages of runs, and writes nothing. Requests with another host
+name are refused, so that a website whose name was pointed at this machine cannot read the page.
 """
 
 import itertools
@@ -10,19 +10,20 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from html import escape
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, quote, unquote_to_bytes, urlsplit
 
 from dither import files
 from dither.errors import UserError
 from dither.report.charts import duration, fixed, short
 from dither.report.layers import problems_of
-from dither.report.page import Report
+from dither.report.page import Report, asset
 from dither.report.run_folder import number, observed_status, of_kinds, parsed, read, text_of, why_not
-from dither.report.run_table import printable
+from dither.report.run_table import HEADER, find_runs, printable, run_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -194,7 +195,16 @@ HOSTS = ("127.0.0.1", "localhost")
 REST = 9.0
 """After a page was built, the next is built this many times later: the watch takes a tenth of a core at most."""
 
-FILES = ("config.toml", "plan.json", "conversion.json", "environment.json", "metrics.jsonl", "status.json", "bitwidths.json")
+FILES = (
+    "about.txt",
+    "config.toml",
+    "plan.json",
+    "conversion.json",
+    "environment.json",
+    "metrics.jsonl",
+    "status.json",
+    "bitwidths.json",
+)
 
 
 class LivePage:
@@ -252,7 +262,7 @@ class LiveServer(ThreadingHTTPServer):
     """The server of `dither watch`.
 
     Args:
-        folder: The run folder.
+        folder: The run folder, or a folder with runs, whose page lists them.
         port: The port on 127.0.0.1; 0 takes a free one.
     """
 
@@ -261,13 +271,39 @@ class LiveServer(ThreadingHTTPServer):
     def __init__(self, folder: Path, port: int = 0) -> None:
         if not 0 <= port < 1 << 16:
             raise UserError(f"A port is from 0 to 65535, and 0 takes a free one, not {port}.")
-        self.page = LivePage(folder)
+        self.folder, self.alone = folder, not why_not(folder)
+        if not self.alone and not (os.path.isdir(folder) and find_runs(folder)[0]):
+            raise UserError(why_not(folder))
+        self.pages = {"": LivePage(folder)} if self.alone else {}
+        """Pages of runs by their paths below the folder."""
         try:
             super().__init__(("127.0.0.1", port), _Handler)
         except OSError as error:
             raise UserError(
                 f"The port {port} of 127.0.0.1 cannot be used: {error.strerror}. Choose another with --port."
             ) from None
+
+    def page(self, name: str) -> LivePage | None:
+        """Return the page of a run by its path below the folder; None if there is no such run."""
+        if name not in self.pages and not self.alone:
+            runs = {str(path.relative_to(self.folder)): path for path in find_runs(self.folder)[0]}
+            self.pages |= {name: LivePage(runs[name])} if name in runs else {}
+        return self.pages.get(name)
+
+    def index(self) -> str:
+        """Return a page that lists the runs, the last changed first."""
+        title, header = escape(printable(f"Runs under {self.folder}")), "".join(f"<th>{each}" for each in HEADER[:-1])
+        rows = ""
+        for row in run_table(self.folder, reverse=True)[0]:
+            name, *cells = map(escape, row.cells()[:-1])
+            rows += f'<tr><td><a href="/{quote(os.fsencode(row.name))}/">{name}</a>{"".join(f"<td>{cell}" for cell in cells)}\n'
+        return (
+            '<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="5">'
+            "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+            f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>'
+            f"<style>{asset('page.css')}</style><main><h1>{title}</h1>"
+            f'<div class="scroll"><table><tr>{header}\n{rows}</table></div></main>'
+        )
 
     @property
     def address(self) -> str:
@@ -284,17 +320,20 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         if self._host() not in HOSTS:
             return self._send(HTTPStatus.FORBIDDEN, "text/plain", "This page is served to 127.0.0.1 and localhost only.\n")
-        if url.path not in ("/", "/update.json"):
-            return self._send(HTTPStatus.NOT_FOUND, "text/plain", "There is no such page: the page of the run is at /.\n")
+        name, _, file = os.fsdecode(unquote_to_bytes(url.path)).removeprefix("/").rpartition("/")
+        if not name and not file and not self.server.alone:
+            return self._send(HTTPStatus.OK, "text/html", self.server.index())
+        page = self.server.page(name) if file in ("", "update.json") else None
+        if page is None:
+            return self._send(HTTPStatus.NOT_FOUND, "text/plain", "There is no such page: the first page is at /.\n")
         try:
-            stamp, html, text, share = self.server.page.current()
+            stamp, html, text, share = page.current()
         except UserError as error:  # the folder was removed
-            if url.path == "/":
+            if not file:
                 return self._send(HTTPStatus.NOT_FOUND, "text/plain", f"{error}\n")
-            return self._send(
-                HTTPStatus.OK, "application/json", json.dumps({"stamp": "", "html": None, "text": str(error), "share": None})
-            )
-        if url.path == "/":
+            gone = {"stamp": "", "html": None, "text": str(error), "share": None}
+            return self._send(HTTPStatus.OK, "application/json", json.dumps(gone))
+        if not file:
             return self._send(HTTPStatus.OK, "text/html", html)
         since = parse_qs(url.query).get("since", [""])[0]
         update = {"stamp": stamp, "html": None if since == stamp else html, "text": text, "share": share}

@@ -49,7 +49,7 @@ function renew(html) {
 
 async function askOnce() {
   try {
-    const answer = await fetch(`/update.json?since=${encodeURIComponent(stamp)}`, { cache: "no-store" });
+    const answer = await fetch(`update.json?since=${encodeURIComponent(stamp)}`, { cache: "no-store" });
     const update = await answer.json();
     if (update.html) {
       renew(update.html);
