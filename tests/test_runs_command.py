@@ -40,8 +40,8 @@ def test_a_row_has_the_figures_of_the_run(tmp_path, capsys):
     assert row == {
         "run": "a/first", "folder": str(run), "status": "done", "model": "llama-134m", "precision": "o1, fp8-block",
         "steps": 40, "steps_planned": 1000, "loss": expected.loss, "tokens_per_s": expected.tokens_per_s, "memory": 3 << 30,
-        "tokens": 4000.0, "bits_per_byte": 3.25, "seconds": 5.0, "parameters": None, "about": "", "report": None, "problems": [],
-        "when": "1970-01-02T00:00:00+00:00",
+        "tokens": 4000.0, "bits_per_byte": 3.25, "seconds": 5.0, "parameters": None, "about": "", "report": None,
+        "problems": [], "when": "1970-01-02T00:00:00+00:00",
     }  # fmt: skip
     page = report.write([run])
     assert table(tmp_path, capsys)[0]["report"] == str(page)
