@@ -191,7 +191,7 @@ def draw_chart(chart: Chart) -> Drawing:
 def _title(axes: "Axes", text: str) -> None:
     """Set the title in as many lines as the width of the figure needs, beside the labels of the y axis and a colour bar."""
     width = cast("Figure", axes.figure).get_figwidth() - 1.4
-    axes.set_title(textwrap.fill(text, max(12, int(11 * width / axes.get_gridspec().ncols))), loc="left")  # type: ignore[union-attr]
+    axes.set_title(textwrap.fill(text, int(11 * width)), loc="left")
 
 
 def _log_ticks(axis: "Axis", low: float, high: float) -> None:

@@ -281,17 +281,17 @@ def _plan(folder: Path, missing: list[str]) -> Plan | None:
 
 def _conversion(folder: Path, missing: list[str]) -> tuple[tuple[LayerRecord, ...], tuple[tuple[str, str], ...]]:
     found = _object(folder, "conversion.json", missing)
+    layers, left = (
+        [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries := found.get(key), list) else []
+        for key in ("layers", "left")
+    )
 
-    def texts(key: str, *names: str) -> Iterator[tuple[Mapping[str, Any], list[str]]]:
-        entries = found.get(key)
-        for entry in entries if isinstance(entries, list) else ():
-            if isinstance(entry, dict):
-                yield entry, [text_of(entry.get(name)) for name in names]
+    def text(entry: Mapping[str, Any], key: str) -> str:
+        return text_of(entry.get(key))
 
-    layers = texts("layers", "name", "precision", "engine")
     return (
-        tuple(LayerRecord(*words, number(entry.get("share"))) for entry, words in layers),
-        tuple((name, why) for _, (name, why) in texts("left", "name", "why")),
+        tuple(LayerRecord(text(e, "name"), text(e, "precision"), text(e, "engine"), number(e.get("share"))) for e in layers),
+        tuple((text(entry, "name"), text(entry, "why")) for entry in left),
     )
 
 
