@@ -150,7 +150,7 @@ def test_a_folder_with_runs_has_a_page_that_lists_them(tmp_path):
             status, _, page = request(server, link)
             assert status == 200
             assert "fp8-block" in page
-            assert json.loads(request(server, f"{link}update.json")[2])["html"] == page
+            assert json.loads(request(server, f"{link}update.json")[2])["html"].encode(errors="replace").decode() == page
         for path in ("/a/", "/update.json", "/a/first/status.json", f"/../{tmp_path.name}-outside/", "/a/../a/first/"):
             assert request(server, path)[0] == 404, path
         assert request(server, "/a/first/", host=["evil.example"])[0] == 403

@@ -26,6 +26,7 @@ from dither.report.charts import (
     PartChart,
     TimelineChart,
     format_colour,
+    short,
 )
 from dither.report.layers import OperandPrecision, bit_scale, grid_of, layer_bits, plan_operands
 from dither.spec import Plan
@@ -144,7 +145,6 @@ def _figure(salt: str) -> "Iterator[Figure]":
 
     style: dict[str, Any] = {
         "svg.hashsalt": salt, "svg.fonttype": "none", "text.parse_math": False, "font.family": "sans-serif", "font.size": 9,
-        "axes.formatter.useoffset": False, "axes.formatter.limits": (-3, 5), "axes.formatter.use_mathtext": False,
         "axes.unicode_minus": False, "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
         "legend.frameon": False, "legend.fontsize": 8, "axes.titlesize": 10, "axes.titleweight": "bold",
     }  # fmt: skip
@@ -194,24 +194,27 @@ def _title(axes: "Axes", text: str) -> None:
     axes.set_title(textwrap.fill(text, int(11 * width)), loc="left")
 
 
-def _log_ticks(axis: "Axis", low: float, high: float) -> None:
-    """Label an axis at powers of ten, or also between them if it has few, in plain text: matplotlib's own is LaTeX."""
+def _ticks(axis: "Axis", log: bool, ends: tuple[float, float]) -> None:
+    """Label an axis in plain text, where matplotlib writes LaTeX or a common factor; a short logarithmic one at 1, 2 and 5."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: power_text(value)))
-    axis.set_minor_formatter(NullFormatter())
+    if log:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if ends[1] < 100 * ends[0] else (1,)))
+        axis.set_minor_formatter(NullFormatter())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: axis_text(value)))
 
 
-def power_text(value: float) -> str:
-    """Return a number with a power of ten if it is small or large.
+def axis_text(value: float) -> str:
+    """Return a number as the page writes it.
 
-    >>> power_text(0.02), power_text(1e-7), power_text(2e6)
-    ('0.02', '10⁻⁷', '2·10⁶')
+    >>> axis_text(0.02), axis_text(1e-7), axis_text(2.5e6), axis_text(3e-5)
+    ('0.02', '10⁻⁷', '2.5 M', '3·10⁻⁵')
     """
-    if not value or 1e-3 <= abs(value) < 1e5:
-        return f"{value:g}"
-    front, exponent = f"{value:.3e}".split("e")
+    if not value or 1e-3 <= abs(value) < 1e4:
+        return f"{value:.6g}"
+    if 1 <= abs(value) < 1e15:
+        return short(value)
+    front, exponent = f"{value:.2e}".split("e")
     raised = str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
     return f"{'' if float(front) == 1 else f'{float(front):g}·'}10{raised}"
 
@@ -240,12 +243,11 @@ def _lines(axes: "Axes", chart: LineChart) -> None:
     if chart.ticks:
         axes.set_xticks([at for at, _ in chart.ticks], [text for _, text in chart.ticks])
         axes.set_xticks([], minor=True)
-    elif chart.log_x:
-        _log_ticks(axes.xaxis, *axes.get_xlim())
-    if chart.log:
-        _log_ticks(axes.yaxis, *axes.get_ylim())
+    else:
+        _ticks(axes.xaxis, chart.log_x, axes.get_xlim())
     if chart.from_zero:
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    _ticks(axes.yaxis, chart.log, axes.get_ylim())
     axes.grid(axis="y", color=GRID, linewidth=0.6)
     axes.set_xlabel(axis)
     axes.set_ylabel(chart.y)
@@ -341,8 +343,7 @@ def heat_map(
             for name, values in panels.items()
         })  # fmt: skip
         bar = figure.colorbar(ScalarMappable(norm, colours), ax=axes)
-        if log:
-            _log_ticks(bar.ax.yaxis, low, high)
+        _ticks(bar.ax.yaxis, log, (low, high))
         width = int(11 * figure.get_figwidth()) - 4
         figure.suptitle(textwrap.fill(title, width), x=0.02, ha="left", fontsize=10, fontweight="bold")
 

@@ -378,7 +378,7 @@ def write_page(report: Report, path: Path) -> Path:
     """Write a page atomically, and return its path."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.replace(path, report.html().encode())
+        files.replace(path, report.html().encode(errors="replace"))
     except (OSError, ValueError) as error:
         raise UserError(f"The page {str(path)!r} cannot be written: {error}.") from None
     return path

@@ -348,7 +348,7 @@ class _Handler(BaseHTTPRequestHandler):
         return hosts[0].rpartition(":")[0] or hosts[0] if len(hosts) == 1 else ""
 
     def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
-        data = text.encode()
+        data = text.encode(errors="replace")  # names of folders need not be UTF-8
         self.send_response(status)
         headers = {
             "Content-Type": f"{kind}; charset=utf-8",
