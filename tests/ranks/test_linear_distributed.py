@@ -14,7 +14,7 @@ import dither
 from dither import LayerPrecision, MemoryOptions, Plan, Sampling, UserError
 from dither.nn import Conv1D, Linear, bitwidth_loss, convert, sampling_parameters, step_context
 from dither.nn.convert import Conversion
-from dither.nn.sharded.tensor_parallel import local
+from dither.ops.ranks import local
 from dither.spec import OPERANDS, BitwidthLoss
 
 WIDTH = 384

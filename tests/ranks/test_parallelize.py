@@ -32,7 +32,7 @@ from dither.nn import functional, sampling
 from dither.nn.functional import OperandCodes
 from dither.nn.sharded.gather import coded_of
 from dither.nn.sharded.scales import Groups, RowShard, in_whole_groups, split_amax
-from dither.nn.sharded.tensor_parallel import local
+from dither.ops.ranks import local
 from dither.parallel import Layout, gathered
 from dither.parallel.apply import gather_codes, shard_weights
 from dither.parallel.reduction import BFloat16ReduceScatter

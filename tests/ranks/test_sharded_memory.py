@@ -24,7 +24,7 @@ from dither import checkpoint
 from dither.checkpoint import SavedTensors, Saver, pack, unpack
 from dither.data import open_tokens
 from dither.models import PRESETS, LlamaConfig
-from dither.nn.sharded.tensor_parallel import local
+from dither.ops.ranks import local
 from dither.train import Config
 from dither.train import config as configs
 from dither.train.config import dumps

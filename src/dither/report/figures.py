@@ -145,7 +145,8 @@ def _figure(salt: str) -> "Iterator[Figure]":
 
     style: dict[str, Any] = {
         "svg.hashsalt": salt, "svg.fonttype": "none", "text.parse_math": False, "font.family": "sans-serif", "font.size": 9,
-        "axes.formatter.useoffset": False, "axes.unicode_minus": False, "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
+        "axes.formatter.useoffset": False, "axes.unicode_minus": False,
+        "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
         "legend.frameon": False, "legend.fontsize": 8, "axes.titlesize": 10, "axes.titleweight": "bold",
     }  # fmt: skip
     default: dict[str, Any] = {k: v for k, v in matplotlib.rcParamsDefault.items() if not k.startswith("backend")}
