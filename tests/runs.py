@@ -11,7 +11,7 @@ from command_output import error_line
 
 from dither import cli
 from dither.console import Tick, silent
-from dither.models.settings import Model
+from dither.models.sizes import Model
 from dither.train import Config
 from dither.train import config as configs
 from dither.train.config import Data, Precision, RunSettings

@@ -107,7 +107,7 @@ def test_a_bad_line_is_named_with_its_file_and_number(line, tmp_path):
 def test_only_json_lines_are_conversations(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     for source in (tmp_path / "a.txt", "stdlib", "hf:name"):
-        with pytest.raises(UserError, match="Conversations come from files of JSON lines"):
+        with pytest.raises(UserError, match="Conversations and questions are JSON lines"):
             prepare(source, tmp_path / "out", ChatTemplate(BYTES))
 
 

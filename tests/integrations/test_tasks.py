@@ -316,7 +316,7 @@ def test_a_space_before_every_choice_is_the_delimiter_of_the_harness(questions, 
     ("lines", "words"),
     [
         ("", "has no questions"),
-        ("{]", "Line 1 of .* is not JSON"),
+        ("{]", "The JSON in line 1 of .* is broken"),
         ('{"question": "a"}', "Line 1 of .* is no question: its fields"),
         ('\n{"ctx": "a", "choices": [" b"], "gold": 0}', 'Line 2 of .* has no list of two or more "choices"'),
         ('{"ctx": "a", "choices": [" b", " c"], "gold": 2}', "the index of no choice"),

@@ -16,7 +16,7 @@ import tyro
 
 from dither.console import print_table
 from dither.errors import DitherError, UserError
-from dither.models.settings import Model
+from dither.models.sizes import Model
 from dither.settings import override, toml
 from dither.train import config as configs
 from dither.train.config import Config

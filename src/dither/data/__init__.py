@@ -6,8 +6,8 @@ from dither.data.loader import Batch as Batch
 from dither.data.loader import Loader as Loader
 from dither.data.loader import Prefetch as Prefetch
 from dither.data.loader import held_out as held_out
+from dither.data.preparation import is_held_out as is_held_out
 from dither.data.preparation import prepare as prepare
-from dither.data.splits import is_held_out as is_held_out
 from dither.data.text import Document as Document
 from dither.data.text import documents as documents
 from dither.data.tokenizer import BYTES as BYTES

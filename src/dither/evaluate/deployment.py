@@ -31,6 +31,9 @@ from dither.spec.formats import Format
 Evaluate = Callable[[nn.Module], float]
 """A function (model) -> loss, which is called with the model in eval mode."""
 
+SLACK = 0.05
+"""Bits by which learned bitwidths may exceed the capacity of a format: guidance does not quite reach its target."""
+
 
 # Plans ----------------------------------------------------------------------------------------------------------------
 

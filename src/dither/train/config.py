@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 from dither.errors import UserError
 from dither.files import Refused, read_text
-from dither.models.settings import Lora, Model
+from dither.models.sizes import Lora, Model
 from dither.settings import AtLeast, Count, Field, Interval, OneOf, Seed, Share, Within, check, fields_of, from_table, parse
 from dither.settings import dumps as dumps
 from dither.settings import override as override
@@ -70,8 +70,8 @@ class Optim:
     """adamw, or adam-mini, which has one second moment per row or head."""
     lr: Annotated[float, Within(0, open_below=True)] = 3e-3
     """Peak learning rate; 3e-3 suits the tiny model, larger models need less: 6e-4 at 124M, 3e-4 at 1B."""
-    min_lr: float = 0.0
-    """Learning rate at the end of cosine and wsd."""
+    min_lr: float | None = None
+    """Learning rate at the end of cosine and wsd; by default a tenth of lr, which stochastic rounding needs to move weights."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay rates of the first and second moments."""
     eps: Annotated[float, Within(1e-30, 1e30)] = 1e-8
@@ -91,9 +91,15 @@ class Optim:
     decay: Share = 0.2
     """Fraction of the steps, at the end, in which wsd decays."""
 
+    @property
+    def last_lr(self) -> float:
+        """The learning rate at the end of cosine and wsd."""
+        return self.lr / 10 if self.min_lr is None else self.min_lr
+
     def __post_init__(self) -> None:
         check("optim", self)
-        Within(0, self.lr).check("optim.min_lr", self.min_lr)
+        if self.min_lr is not None:
+            Within(0, self.lr).check("optim.min_lr", self.min_lr)
         if self.release_gradients and self.max_norm and self.clip_norm == "current":
             raise UserError(
                 f"optim.release_gradients uses gradients before the norm of all is known, and optim.max_norm={self.max_norm:g} "
@@ -625,7 +631,7 @@ def schedule(config: Config, step: int) -> float:
         share = min(1.0, (steps - step) / decay) if decay else 1.0
     else:
         return optim.lr
-    return optim.min_lr + (optim.lr - optim.min_lr) * share
+    return optim.last_lr + (optim.lr - optim.last_lr) * share
 
 
 def load(path: str | Path) -> Config:

@@ -16,7 +16,7 @@ from torch import nn
 from dither.console import Stage, silent
 from dither.data import Corpus, Tokenizer, is_prepared, load_tokenizer, open_tokens, prepare
 from dither.errors import UserError
-from dither.evaluate.deployment import Deployment, deploy, plan_from_bitwidths, weight_cast
+from dither.evaluate.deployment import SLACK, Deployment, deploy, plan_from_bitwidths, weight_cast
 from dither.evaluate.estimates import Estimate, paired
 from dither.evaluate.held_out import Perplexity, TaskScore, evaluating, perplexity, replaced
 from dither.models import CausalLM
@@ -31,9 +31,6 @@ from dither.train.trainer import open_corpus
 
 LEARNED = "learned"
 """The cast of each sampled layer to the narrowest format that carries its learned bitwidths."""
-
-SLACK = 0.05
-"""Bits by which learned bitwidths may exceed the capacity of a format, as in `dither export --format auto`."""
 
 SEQUENCE = 1024
 """Tokens per sequence for a Hugging Face model."""

@@ -20,6 +20,7 @@ from dither.checkpoint import Saver
 from dither.console import silent
 from dither.data import Batch, Prefetch
 from dither.errors import DitherError, UserError
+from dither.models.lora import check_peft
 from dither.train import agreement, trackers
 from dither.train.config import Config, dumps
 from dither.train.files import BITWIDTHS, CHECKPOINTS
@@ -150,6 +151,7 @@ def _build(
     with ranks.shared_errors():
         check_snip(config)
         check_layout(config, ranks.world)
+        check_peft(config.lora)
     layout = RankLayout.of(config, ranks)
     with ranks.shared_errors():
         with stage("Reading the text") as tick:

@@ -24,6 +24,7 @@ from dither.models.open import check_same_base, load_weights, origin_of
 from dither.models.presets import blank, draw_parts
 from dither.nn import Conversion, Linear, bitwidth_loss, convert, effective_precision, param_groups, step_context
 from dither.nn.bitwidths import block_bitwidths
+from dither.nn.frozen import FrozenLinear
 from dither.numerics import Monitor, NumericsReport
 from dither.ops.ranks import gather
 from dither.optim import Training, roles, training
@@ -443,8 +444,10 @@ def _compiles(config: Config, device: torch.device) -> bool:
 
 
 def _size(model: CausalLM, sequence: int) -> tuple[int, float]:
-    """Return the number of parameters and the FLOPs per token of a model."""
-    return sum(parameter.numel() for parameter in model.parameters()), flops_per_token(model, sequence)
+    """Return the number of parameters, frozen ones that exist as codes included, and the FLOPs per token of a model."""
+    codes = (module for module in model.modules() if isinstance(module, FrozenLinear))
+    count = sum(parameter.numel() for parameter in model.parameters())
+    return count + sum(layer.in_features * layer.out_features for layer in codes), flops_per_token(model, sequence)
 
 
 def _pipeline(trainer: Trainer) -> Pipeline | None:
