@@ -586,7 +586,6 @@ def test_plan_changes_spikes_and_resumes_are_marked_on_the_loss(tmp_path):
     assert dots == {
         "plan changed": ((20.0,), (2000.0,)),
         "spike": ((12.0,), (1200.0,)),
-        "guard": ((14.0,), (1400.0,)),
         "resumed": ((25.0,), (2500.0,)),
     }
     assert found["spike"].y[0] == pytest.approx(found["training, smoothed"].y[11])

@@ -274,13 +274,20 @@ def test_the_view_shows_progress_loss_and_events(tmp_path):
     append(run, quiet, {"kind": "guard", "step": 41, "time": 5.0, "text": "A spike\x1b[2J."}, train_line(60, 0.5))
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "step": 6')
-    assert view.update() == ["step 41  A spike\\x1b[2J.", "step 60 of 80  loss 0.5000  1.06 k tokens/s  1.89 s left"]
+    assert view.update() == ["step 41  guard: A spike\\x1b[2J.", "step 60 of 80  loss 0.5000  1.06 k tokens/s  1.89 s left"]
     assert view.update() == []
     console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
     console.print(view.render(80))
     shown = console.file.getvalue()
     assert len(shown.splitlines()) == 6
-    for words in ("run: running", "━", "step 60 of 80  loss 0.5000", "held-out loss 2.0549", "step 41  A spike\\x1b[2J.", "▁"):
+    for words in (
+        "run: running",
+        "━",
+        "step 60 of 80  loss 0.5000",
+        "held-out loss 2.0549",
+        "step 41  guard: A spike\\x1b[2J.",
+        "▁",
+    ):
         assert words in shown, words
     assert sparkline([1.0, 2.0, 3.0], 3) == "▁▅█"
     assert sparkline([], 5) == ""
@@ -297,8 +304,8 @@ def test_plans_and_problems_are_events(tmp_path):
         "problems": ["3 % of the input of q_proj is clipped by e4m3 tensor."],
     }
     assert TerminalView(make(tmp_path / "run", [plan, again, clipped])).update() == [
-        "step 0  a new plan: the run begins",
-        "step 8  the same plan: no better one",
+        "step 0  plan changed: the run begins",
+        "step 8  plan kept: no better one",
         "step 9  numerics: 3 % of the input of q_proj is clipped by e4m3 tensor.",
     ]
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from dither.errors import UserError
 from dither.evaluate.estimates import Estimate, estimate, paired
-from dither.report.run_folder import RunFolder, number, text_of
+from dither.report.run_folder import RunFolder, event_of, number
 from dither.spec.formats import Format
 
 ABSENT = "-"
@@ -330,8 +330,11 @@ CURVES = (
 """Other curves than losses: key in the lines of training, title, label of the y axis, and whether that begins at 0."""
 
 
-GUARD = {"spike": "spike", "skip": "skipped step", "overflow": "overflow", "rollback": "rollback", "stop": "stop"}
-"""Names of the guard's events on the chart of the loss."""
+EVENTS = {
+    "plan changed": "plan changed", "resumed": "resumed", "spike": "spike", "skip": "skipped step", "overflow": "skipped step",
+    "rollback": "rollback", "stop": "stop",
+}  # fmt: skip
+"""Events that the chart of the loss marks, and their names there."""
 
 
 @dataclass(frozen=True)
@@ -384,12 +387,9 @@ def _events(run: RunFolder) -> list[Line]:
     """Return where the plan changed, the guard acted, and the run resumed, as points on the curve of the training loss."""
     curve = run.curve("train", "loss")
     losses = list(zip((step for step, _ in curve), smoothed([loss for _, loss in curve]), strict=True))
-    events = [("plan changed", line) for line in run.of("plan") if line.get("changed", True) and line["step"] > 0]
-    events += [(GUARD.get(text_of(line.get("event")), "guard"), line) for line in run.of("guard")]
-    events += [("resumed", line) for line in run.of("start") if line.get("resumed_from") is not None]
     found: dict[str, list[float]] = {}
-    for label, line in events:
-        if losses and line["step"] <= losses[-1][0]:
+    for line in (line for kind in ("plan", "guard", "start") for line in run.of(kind)):
+        if (label := EVENTS.get(event_of(line)[0])) and losses and 0 < line["step"] <= losses[-1][0]:
             found.setdefault(label, []).append(max(float(line["step"]), losses[0][0]))
     lines = []
     for colour, (label, steps) in enumerate(found.items(), 2):

@@ -25,7 +25,7 @@ from dither.report.charts import (
     short,
     stretches,
 )
-from dither.report.run_folder import RunFolder, number, text_of
+from dither.report.run_folder import RunFolder, number, problems_of, text_of
 from dither.snip.settings import harm
 from dither.spec import OPERANDS, LayerPrecision, Plan
 from dither.spec.bitwidths import capacity
@@ -732,16 +732,6 @@ def numerics_view(run: RunFolder) -> NumericsView | None:
         problems_of(run.of("numerics")[-1])[:20],
         _updates(lines),
     )
-
-
-def problems_of(line: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the sentences about problems in a line of metrics.
-
-    >>> problems_of({"problems": ["3 % of the input of q_proj is clipped by e4m3 tensor."]})
-    ('3 % of the input of q_proj is clipped by e4m3 tensor.',)
-    """
-    found = line.get("problems")
-    return tuple(each for each in found if isinstance(each, str)) if isinstance(found, list) else ()
 
 
 def new_problems(run: RunFolder) -> list[tuple[int, str]]:

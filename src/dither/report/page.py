@@ -29,7 +29,7 @@ from dither.report.layers import (
     reasons_table,
     snip_choices,
 )
-from dither.report.run_folder import STATES, RunFolder, number, read_all
+from dither.report.run_folder import STATES, RunFolder, event_of, number, read_all
 from dither.report.run_table import summarize
 
 VERSION = 2
@@ -194,11 +194,8 @@ class Section:
     def events(self) -> Table | None:
         """Events in the order of steps: messages of the guard, plans, resumes, new problems, and how the run ended."""
         run = self.run
-        found = [(line["step"], _words(line.get("event")) or "guard", _words(line.get("text"))) for line in run.of("guard")]
-        found += [(line["step"], "plan", _words(line.get("reason"))) for line in run.of("plan") if line["step"] > 0]
-        for line in run.of("start"):
-            if line.get("resumed_from") is not None:
-                found.append((line["step"], "resumed", f"from the checkpoint of step {_words(line['resumed_from'])}"))
+        lines = [line for kind in ("guard", "plan", "start") for line in run.of(kind) if kind != "plan" or line["step"] > 0]
+        found = [(line["step"], *map(_words, event_of(line))) for line in lines if event_of(line)[0] != "started"]
         found += [(step, "numerics", _words(text)) for step, text in new_problems(run)]
         found.sort(key=lambda event: event[0])
         if run.status.get("why"):

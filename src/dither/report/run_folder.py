@@ -135,6 +135,34 @@ def text_of(value: object) -> str:
     return value if isinstance(value, str) else ""
 
 
+def event_of(line: Mapping[str, Any]) -> tuple[str, str]:
+    """Return what a line of metrics tells as an event: its kind and its text; ("", "") for lines that are none.
+
+    >>> event_of({"kind": "plan", "step": 8, "changed": False, "reason": "no better one"})
+    ('plan kept', 'no better one')
+    """
+    match line["kind"]:
+        case "guard":
+            return text_of(line.get("event")) or "guard", text_of(line.get("text"))
+        case "plan":
+            return "plan changed" if line.get("changed", True) else "plan kept", text_of(line.get("reason"))
+        case "start" if line.get("resumed_from") is not None:
+            return "resumed", f"from the checkpoint of step {line['resumed_from']}"
+        case "end":
+            return "ended", text_of(line.get("how"))
+        case "numerics" if problems := problems_of(line):
+            return "numerics", " ".join(problems)
+        case "start" | "save" as kind:
+            return {"start": "started", "save": "saved"}[kind], ""
+    return "", ""
+
+
+def problems_of(line: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the sentences about problems in a line of metrics about numerics."""
+    found = line.get("problems")
+    return tuple(each for each in found if isinstance(each, str)) if isinstance(found, list) else ()
+
+
 def read(folder: str | Path, *, brief: bool = False) -> RunFolder:
     """Read a run folder. Raise a UserError if the folder is not a run; list what a run lacks in `missing`.
 

@@ -20,9 +20,8 @@ from urllib.parse import parse_qs, quote, unquote_to_bytes, urlsplit
 from dither import files
 from dither.errors import UserError
 from dither.report.charts import duration, fixed, short
-from dither.report.layers import problems_of
 from dither.report.page import Report, asset
-from dither.report.run_folder import number, observed_status, of_kinds, parsed, read, text_of, why_not
+from dither.report.run_folder import event_of, number, observed_status, of_kinds, parsed, read, text_of, why_not
 from dither.report.run_table import HEADER, find_runs, printable, run_table
 
 if TYPE_CHECKING:
@@ -110,9 +109,9 @@ class TerminalView:
             elif line["kind"] == "eval":
                 self.held_out = loss
                 texts.append(f"step {line['step']:,}  held-out loss {fixed(loss)}")
-            elif event := _event(line):
-                self.events = [*self.events, event][-MOST_EVENTS:]
-                texts.append(event)
+            elif any(event := event_of(line)):
+                texts.append(printable(f"step {line['step']:,}  {': '.join(filter(None, event))}"[:300]))
+                self.events = [*self.events, texts[-1]][-MOST_EVENTS:]
         self.losses = self.losses[-MOST_LOSSES:]
         return texts
 
@@ -167,27 +166,6 @@ class TerminalView:
         if self.losses:
             parts.append(Text(f"loss  {sparkline(self.losses, min(width - 6, 74))}", style="cyan", no_wrap=True))
         return Group(*parts, *(Text(event, style="dim", no_wrap=True, overflow="ellipsis") for event in self.events))
-
-
-def _event(line: Mapping[str, Any]) -> str:
-    """Return an event as a line of text; "" for lines that are none."""
-    match line["kind"]:
-        case "start":
-            text = "started" if line.get("resumed_from") is None else f"resumed from {line['resumed_from']}"
-        case "end":
-            text = f"ended: {line.get('how')}"
-        case "guard":
-            text = str(line.get("text"))
-        case "plan":
-            # The line of the first plan does not say whether it is new.
-            text = f"{'a new plan' if line.get('changed', True) else 'the same plan'}: {line.get('reason')}"
-        case "save":
-            text = "saved"
-        case "numerics" if problems := problems_of(line):
-            text = f"numerics: {' '.join(problems)}"
-        case _:
-            return ""
-    return printable(f"step {line['step']:,}  {text}"[:300])
 
 
 HOSTS = ("127.0.0.1", "localhost")
