@@ -13,13 +13,13 @@ from torch import nn
 
 import dither
 from dither import BitwidthLoss, Plan, Sampling, UserError, WeightDecay, cli, recipe
+from dither.data import corpus
 from dither.models import PRESETS
 from dither.models.sizes import Model
 from dither.optim import MODES
 from dither.settings import toml, types_of, value_at
 from dither.snip import Snip, SnipSettings
 from dither.spec.optimizer import BLOCKS
-from dither.train import corpora
 from dither.train import trainer as trainers
 from dither.train.config import (
     Config,
@@ -491,7 +491,7 @@ IMPOSSIBLE = {
 
 @pytest.mark.parametrize("settings", IMPOSSIBLE)
 def test_an_impossible_goal_is_an_error_before_the_model_is_built(settings, tmp_path, monkeypatch, capsys):
-    for module, name in ((trainers, "_model"), (corpora, "prepare"), (corpora, "open_tokens")):
+    for module, name in ((trainers, "_model"), (corpus, "prepare"), (corpus, "open_tokens")):
         monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("too late"))
     words = ["snip.target=0.5", "precision.recipe=fp8-block", *settings.split()]
     assert cli.main(["train", "--out", str(tmp_path / "run"), "--set", *words]) == 2

@@ -318,6 +318,14 @@ def replace(path: Path, data: bytes) -> None:
     sync(path.parent)
 
 
+def write(path: Path, data: bytes) -> None:
+    """Replace a file atomically; raise a UserError if it cannot be written."""
+    try:
+        replace(path, data)
+    except OSError as error:
+        raise UserError(f"{str(path)!r} cannot be written: {reason(error, path)}.") from None
+
+
 def replace_by(reserve: Path, path: Path, data: bytes) -> None:
     """Replace a file atomically on a full disk: `reserve`, an existing file of at least as many bytes, becomes the new file."""
     number = open_unlinked(reserve, os.O_WRONLY)

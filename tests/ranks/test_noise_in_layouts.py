@@ -24,13 +24,12 @@ from worlds import ranks
 
 import dither
 from dither import LayerPrecision, Plan
-from dither.data import open_tokens
+from dither.data import open_corpus, open_tokens
+from dither.data.settings import TOKENS
 from dither.models import PRESETS, LlamaConfig
 from dither.parallel import Layout
 from dither.train import Config
 from dither.train import config as configs
-from dither.train.corpora import open_corpus
-from dither.train.files import TOKENS
 from dither.train.layout import RankLayout
 from dither.train.ranks import Ranks
 from dither.train.trainer import Trainer
@@ -211,7 +210,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, precision in PLANS.items():
         (made / f"{name}.json").write_text(Plan(default=precision).to_json())
     config = configs.override(Config(), [f'data.sources=["{made / "text"}"]', f'run.out="{made}"'])
-    open_corpus(config, made, Ranks(torch.device("cpu")))
+    open_corpus(config.data, made)
     return made
 
 

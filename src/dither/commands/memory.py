@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from dither.console import print_table
+from dither.data.settings import TOKENS
 from dither.errors import UserError
 from dither.spec import LayerPrecision
 from dither.spec.recipes import MEASURED, recipe_name
 from dither.spec.recipes import recipe as recipe_named
 from dither.train import config as configs
-from dither.train.files import CONFIG, TOKENS
+from dither.train.config import CONFIG
 
 if TYPE_CHECKING:
     from dither.tools.memory import Setting, Shape
@@ -119,15 +120,17 @@ class _RunShape:
 
 def _run_of(model: str | None) -> _RunShape | None:
     """Return the sizes and the precision of the run in a folder, or None if it is not one."""
-    from dither.tools.memory import Setting, model_shape
+    from dither.tools.memory import Setting, model_shape, shape_of
 
     if model is None or not (Path(model) / CONFIG).is_file():
         return None
     folder = Path(model)
     config = configs.load(folder / CONFIG)
-    shape = model_shape(config.model.size or config.model.hf)
-    if config.model.hf is None:
-        shape = replace(shape, vocab=config.model.vocab or _words(config, folder))
+    if config.model.hf is not None:
+        shape = model_shape(config.model.hf)
+    else:
+        vocab = config.model.vocab or _words(config, folder)
+        shape = shape_of(config.model.sizes(vocab) if config.model.ours else config.model.mixtral(vocab))
     precision, data = config.precision, config.data
     # The plan of fp8-auto casts some layers: the estimate is for all of them.
     default = precision.plan_of(precision.entries[0][1], {name: recipe_named("fp8-current") for name in MEASURED}).default

@@ -97,6 +97,17 @@ def weight_cast(format: str, granularity: str = "block(32)", scale: str = "fp32"
     return Cast(format) if Format.parse(format).exponent_bits == 8 else Cast(format, granularity, scale)
 
 
+def parse_cast(text: str) -> Cast:
+    """Parse a cast of weights from the command line: colons replace spaces, and a format alone means blocks of 32 x 32.
+
+    >>> str(parse_cast("e2m1")), str(parse_cast("e4m3:row"))
+    ('e2m1 block(32) fp32 nearest', 'e4m3 row fp32 nearest')
+    """
+    words = text.replace(":", " ").split()
+    alone = len(words) == 1 and not words[0].startswith(("mx", "nv"))
+    return weight_cast(words[0]) if alone else Cast.parse(" ".join(words))
+
+
 def _quantile(b_t: Tensor, counts: Tensor, quantile: float) -> float:
     """Return the smallest b_t that a fraction `quantile` of the weights do not exceed."""
     order = b_t.argsort()

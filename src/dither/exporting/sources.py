@@ -1,5 +1,6 @@
 """Models to export or to generate with: of a run, a checkpoint or a Hugging Face folder, with tokenizer, plan and text."""
 
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,25 +12,22 @@ import torch
 from torch import nn
 
 from dither import checkpoint
-from dither.checkpoint import SavedTensors
-from dither.checkpoint.state import plan_of
 from dither.console import Stage, silent
 from dither.data import Corpus, Tokenizer, load_tokenizer
+from dither.data.corpus import open_corpus, open_text
 from dither.errors import UserError
-from dither.evaluate.deployment import SLACK, Evaluate, deploy, plan_from_bitwidths
+from dither.evaluate.deployment import SLACK, Evaluate, deploy, parse_cast, plan_from_bitwidths
 from dither.evaluate.held_out import perplexity
+from dither.evaluate.variants import parse_plan
 from dither.exporting.tokenizer_files import AnyTokenizer, TokenizerFiles
 from dither.models import CausalLM
 from dither.models.lora import merged_model
-from dither.models.open import find_model, open_model
+from dither.models.open import Opened, find_model, open_model
 from dither.models.sizes import Lora
 from dither.nn.convert import convert
 from dither.spec import LayerPrecision, Plan
-from dither.train.config import Config, RunSettings
-from dither.train.evaluation import _other, config_of, parse_cast, parse_plan
-from dither.train.files import TOKENIZER_FILES
+from dither.train.config import TOKENIZER_FILES, Config, RunSettings, loads
 from dither.train.ranks import joined
-from dither.train.trainer import open_corpus
 
 
 @dataclass(frozen=True)
@@ -149,30 +147,31 @@ def opened(
             model = open_model(found, few_bits=few_bits, device=ranks.device).model
             yield _folder_source(path, model, given, tokenizer, data if text else (), scratch)
             return
-        config, where = config_of(found), found.path
+        for why in found.skipped:
+            print(why, file=sys.stderr)
+        config, where = loads(found.others["config"], f"config of {found.path.name}"), found.path
         notes: list[str] = []
         own: Corpus | None = None
         try:
-            own = open_corpus(config, found.run or scratch, ranks)
+            own = open_corpus(config.data, found.run or scratch, once=ranks.once)
         except UserError as error:
             notes.append(f"The text of the run cannot be read: {error}")
         used = given or (own.tokenizer if own is not None else load_tokenizer(config.data.tokenizer))
-        corpus = (_other(data, scratch / "other", used, whole=True) if data else own) if text else None
+        corpus = (open_text(data, scratch / "other", used) if data else own) if text else None
         kept = (found.run or where.parent.parent) / TOKENIZER_FILES
         files: AnyTokenizer = tokenizer if tokenizer is not None else kept if kept.is_dir() and given is None else used
-        plan, provenance = _made(where, config)
-        model, adapted = open_model(found, device=ranks.device, adapters="apart").model, config.lora.rank is not None
+        made, adapted = open_model(found, device=ranks.device, adapters="apart"), config.lora.rank is not None
         yield Source(
             where,
-            merged_model(model) if adapted else model,
+            merged_model(made.model) if adapted else made.model,
             used,
             files,
             corpus,
             config.data.sequence,
-            plan,
-            provenance,
+            made.plan,
+            _provenance(made, config),
             tuple(notes),
-            adapted=model.eval() if adapted else None,
+            adapted=made.model.eval() if adapted else None,
             lora=config.lora if adapted else None,
             base=str(found.others["base"]["path"]) if adapted else "",
             template=None if own is None else own.template,
@@ -186,29 +185,25 @@ def _folder_source(
     used = given or (load_tokenizer(path / "tokenizer.json") if has_own else None)
     if data and used is None:
         raise UserError(f"The model {str(path)!r} has no tokenizer.json to read text with: name one with --tokenizer.")
-    corpus = _other(data, scratch / "other", used, whole=True) if data and used is not None else None
+    corpus = open_text(data, scratch / "other", used) if data and used is not None else None
     files: AnyTokenizer | None = named if named is not None else path if has_own else None
     return Source(path, model, used, files, corpus, 1024, None, {"source": str(path)})
 
 
-def _made(where: Path, config: Config) -> tuple[Plan | None, dict[str, Any]]:
-    """Return the plan of a checkpoint, and how it was trained."""
-    with SavedTensors(where) as saved:
-        plain = saved.plain
-    plan = plan_of(plain)
+def _provenance(made: Opened, config: Config) -> dict[str, Any]:
+    """Return how a checkpoint was trained."""
     precision = config.precision
-    provenance = {
-        "source": str(where),
-        "step": plain["step"],
+    return {
+        "source": str(made.found.path),
+        "step": made.step,
         "recipe": precision.recipe or precision.plan or precision.mode,
         "mode": precision.mode,
         "optimizer": config.optim.optimizer,
         "peak learning rate": config.optim.lr,
         "tokens per step": config.data.batch * config.data.sequence,
         "data": ", ".join(config.data.sources) or "Python's standard library",
-        "plan": None if plan is None else plan.to_dict(),
+        "plan": None if made.plan is None else made.plan.to_dict(),
     }
-    return plan, provenance
 
 
 def deployment_plan(source: Source, slack: float = SLACK) -> Plan:

@@ -25,10 +25,10 @@ from dither.data.text import json_rows
 from dither.errors import UserError
 from dither.evaluate.held_out import TaskScore
 from dither.evaluate.likelihood import log_likelihoods
+from dither.evaluate.variants import Score, Subject
 from dither.exporting.sources import opened
 from dither.models import CausalLM
 from dither.models.generation import generate, text_of
-from dither.train.evaluation import Score, Subject
 
 try:
     import datasets
@@ -439,7 +439,7 @@ def _scores_of(name: str, found: Any) -> Iterator[TaskScore]:
 
 
 def scorer(tasks: Tasks, folder: Path, longest: int | None = None, stage: Stage | None = None) -> Score:
-    """Return a function that scores models on tasks, as `dither.train.evaluation.run` takes it.
+    """Return a function that scores models on tasks, as `dither.evaluate.variants.evaluate` takes it.
 
     Args:
         tasks: The tasks, which are loaded once.

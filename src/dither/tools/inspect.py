@@ -14,7 +14,6 @@ from dither.checkpoint.read import LoadedTensors
 from dither.checkpoint.state import optimizer_state
 from dither.console import Stage, silent
 from dither.errors import UserError
-from dither.models import preset
 from dither.models.open import find_model, open_model
 from dither.models.presets import skeleton
 from dither.nn.convert import reasons_left_alone
@@ -222,7 +221,7 @@ def _optimizer(plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple
     ]
     known = None
     if config is not None and config.optim.optimizer == "adam-mini":
-        if config.model.size is None:
+        if not config.model.ours:
             return None, "Adam-mini's second moments belong to the roles of a model that the checkpoint does not describe."
         known = roles(skeleton(_sizes(config, tensors)))
     optimizer = AdamW(groups) if known is None else AdamMini(groups, known)
@@ -232,8 +231,7 @@ def _optimizer(plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple
 
 def _sizes(config: Config, tensors: Mapping[str, Tensor]) -> Any:
     """Return the sizes of a preset. The size of the vocabulary is the number of rows of the embedding."""
-    assert config.model.size is not None
-    base = preset(config.model.size)
+    base = config.model.sizes()
     plain = {name: tuple(parameter.shape) for name, parameter in skeleton(base).named_parameters()}
     words = next(tensors[f"model:{name}"].shape[0] for name, shape in plain.items() if shape[0] == base.vocab_size)
-    return preset(config.model.size, vocab_size=words)
+    return config.model.sizes(words)

@@ -18,7 +18,6 @@ import torch
 from dither import files
 from dither.console import Stage, Tick, print_table, silent
 from dither.data import is_prepared, load_tokenizer, open_tokens, prepare
-from dither.data.preparation import reporting
 from dither.data.text import STDLIB
 from dither.errors import UserError
 from dither.report.comparison import Comparison, Entry, Value, shown
@@ -28,8 +27,7 @@ from dither.report.watch import Follower
 from dither.settings import differences, value_at
 from dither.tools.arms import Arm, Sweep, axis_value
 from dither.train import config as configs
-from dither.train.config import Config, Data, Optim, RunSettings
-from dither.train.files import CONFIG
+from dither.train.config import CONFIG, Config, Data, Optim, RunSettings
 from dither.train.guard import Signals
 from dither.train.loop import Outcome, train
 from dither.train.records import Progress
@@ -156,7 +154,7 @@ def prepare_once(common: Config, folder: Path, tick: Tick = lambda done, total: 
         return
     if not is_prepared(own):
         tokenizer = load_tokenizer(common.data.tokenizer)
-        prepare(sources, own, tokenizer, held_out=common.data.held_out, progress=reporting(tick))
+        prepare(sources, own, tokenizer, held_out=common.data.held_out, tick=tick)
     elif open_tokens(own, verify=False).sources != sources:
         raise UserError(f"The tokens in {str(own)!r} were made from other text: choose another folder with --out.")
 

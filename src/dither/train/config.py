@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal
 
+from dither.data.settings import Data as Data
 from dither.errors import UserError
 from dither.files import Refused, read_text
 from dither.models.sizes import Lora, Model
@@ -25,41 +26,24 @@ from dither.spec.optimizer import BLOCKS, WHOLE
 from dither.spec.recipes import ALIASES, MEASURED, RECIPES, recipe, recipe_name
 from dither.spec.schedule import beginnings, check_name, is_file, split_forward
 
+CONFIG, PLAN, CONVERSION, ENVIRONMENT = "config.toml", "plan.json", "conversion.json", "environment.json"
+"""Files within the folder of a run: its config, its first plan, the precision of each layer, and what else it depends on."""
+PLANS = "plans.json"
+"""The plans of a run that cannot be made again from its config alone: those of files, and of fp8-auto."""
+METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
+ORIGIN, CHANGES = "origin.json", "changes.jsonl"
+"""The origin of the initial weights; and the changes of the config when the run was resumed."""
+TOKENIZER_FILES = "tokenizer"
+"""The files of the tokenizer, with its chat template, if it has more than a tokenizer.json."""
+TRACKERS = "trackers.json"
+"""The identities of a run at its trackers."""
+BITWIDTHS = "bitwidths.json"
+"""The learned bitwidths of the blocks of each layer at the last evaluation, for reports."""
+
 SAMPLING_KEY = "precision.sampling"
 """An optional section of its own."""
 
 Beta = Annotated[float, Within(0, 1, open_above=True)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Data:
-    """The training text, and how it is divided into batches."""
-
-    sources: tuple[str, ...] = ()
-    """Files, globs, folders or datasets; none means the source code of Python's standard library."""
-    kind: Literal["text", "chat"] = "text"
-    """text, or chat: conversations and instructions in JSON lines, of which only the replies count towards the loss."""
-    tokenizer: str = "bytes"
-    """bytes, or the path of a tokenizer.json; that of a prepared folder is used by itself."""
-    sequence: Count = 128
-    """Tokens per sequence."""
-    batch: Count = 16
-    """Sequences per optimizer step, over all micro-batches and ranks."""
-    micro_batch: Count | None = None
-    """Sequences per forward pass, a divisor of the batch; by default the whole batch."""
-    held_out: Annotated[float, Within(0, 1, open_below=True, open_above=True)] = 0.05
-    """Fraction of documents that are held out for evaluation and never trained on."""
-    seed: Seed = 0
-    """Seed of the order of the sequences."""
-
-    def __post_init__(self) -> None:
-        check("data", self)
-        if self.kind == "chat" and not self.sources:
-            raise UserError("data.kind='chat' needs conversations: name JSON lines or a prepared folder in data.sources.")
-        if "" in (*self.sources, self.tokenizer):
-            raise UserError("data.sources and data.tokenizer are names or paths, and one of them is empty.")
-        if self.micro_batch is not None and self.batch % self.micro_batch:
-            raise UserError(f"data.micro_batch={self.micro_batch} does not divide data.batch={self.batch}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -470,10 +454,6 @@ class Parallel:
         return sizes
 
 
-TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
-"""Other places to which metrics can be sent."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
     """The length and the folder of the run, and the intervals of its outputs. An interval of 0 means never."""
@@ -500,7 +480,7 @@ class RunSettings:
     """Prompt of the samples; by default the first words of a held-out document. An empty prompt starts a document."""
     sample_tokens: Annotated[int, AtLeast(0)] = 120
     """Tokens per sample."""
-    track: tuple[Annotated[str, OneOf(TRACKERS)], ...] = ()
+    track: tuple[Annotated[str, OneOf(("tensorboard", "wandb", "trackio", "mlflow"))], ...] = ()
     """Also send metrics to tensorboard, wandb, trackio or mlflow, if installed."""
     profile: tuple[int, ...] = ()
     """First and last step of a window that torch.profiler traces into the folder, such as [20, 22]."""
@@ -615,7 +595,8 @@ class Config:
 def schedule(config: Config, step: int) -> float:
     """Return the learning rate of a step, counted from 0.
 
-    >>> config = Config(optim=Optim(lr=1.0, warmup=0.2, schedule="wsd", decay=0.4), run=RunSettings(steps=10))
+    >>> optim = Optim(lr=1.0, min_lr=0.0, warmup=0.2, schedule="wsd", decay=0.4)
+    >>> config = Config(optim=optim, run=RunSettings(steps=10))
     >>> [round(schedule(config, step), 2) for step in range(10)]
     [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
     """
