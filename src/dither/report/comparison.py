@@ -376,8 +376,8 @@ class Comparison:
             "version": VERSION,
             "field": self.field,
             "entries": [asdict(entry) for entry in self.entries],
-            "rows": [asdict(row) for row in rows],
-            "ranking": [asdict(row) for row in self.ranking()],
+            "rows": [{**asdict(row), "runs": list(row.runs)} for row in rows],
+            "ranking": [{**asdict(row), "runs": list(row.runs)} for row in self.ranking()],
             "sentences": list(self.sentences()),
         }
 
