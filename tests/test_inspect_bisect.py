@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dither import LayerPrecision, Plan, UserError, checkpoint, cli, fake_quantize, recipe
+from dither.console import to_json
 from dither.data import open_corpus
 from dither.models import build, save_pretrained
 from dither.spec import Cast
@@ -182,7 +183,7 @@ def test_weights_that_are_not_finite_and_a_given_bound(jobs):
     found = lockstep.bisect(a, b, names=("a", "b"), steps=2, tell=quiet)
     assert (found.culprit.step, found.culprit.layer, found.culprit.product) == (1, FAULT, "forward")
     assert found.culprit.local == math.inf
-    json.dumps(found.to_dict(), allow_nan=False)
+    assert "Infinity" not in to_json(found)
     tight = lockstep.bisect(*jobs("fp32", "o1"), names=("fp32", "o1"), steps=2, bound=1e-4, tell=quiet)
     assert tight.steps == 1
     assert len(tight.beyond) == len(tight.differences)
@@ -197,8 +198,8 @@ def test_bounds():
 
 def test_arms_and_mistakes(jobs, text, capsys):
     common = Config()
-    assert (precision_or_plan("o1+plan.json").plan, precision_or_plan("plan.json").mode) == ("plan.json", "o1")
-    assert precision_or_plan("gaussws:od") == precision_or_plan("o1+gaussws:od")
+    assert (precision_or_plan("o1+plan.json").plan, precision_or_plan("plan.json").mode) == ("plan.json", "auto")
+    assert precision_or_plan("gaussws:od") == replace(precision_or_plan("o1+gaussws:od"), mode="auto")
     for arguments, said in (
         (("--b", "fp9"), "There is no precision 'fp9'"),
         (("--b", "a.json+b.json"), "names two plans"),

@@ -7,6 +7,7 @@ import random
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -255,8 +256,9 @@ def test_weights_and_the_row_wise_formula_reach_the_plan(run, text, tmp_path, ca
     assert line["plan"]["provenance"]["update_weight"] == 0
 
 
-def test_a_plan_trains(run, text, tmp_path):
-    assert plan(run, "--probe", "direct", "-o", tmp_path / "plan.json") == 0
+def test_a_plan_trains(run, text, tmp_path, capsys):
+    assert plan(run, "--probe", "direct", "-o", tmp_path / "plan.json", "--json") == 0
+    assert Plan.from_dict(json.loads(capsys.readouterr().out)) == Plan.load(tmp_path / "plan.json")
     config = settings(
         text, tmp_path / "run", "run.steps=1", "precision.mode=fp32", f'precision.plan="{tmp_path / "plan.json"}"'
     )
@@ -283,6 +285,9 @@ def test_frontier(run, capsys):
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
     assert [row[0] for row in rows] == ["0.000", "0.500", "1.000"]
     assert float(rows[0][2]) < float(rows[1][2]) < float(rows[2][2])
+    assert plan("frontier", run, "--probe", "direct", "--targets", "3", "--stages", "1", "1", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [f"{each['harm']:.4g}" for each in found] == [row[2] for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -515,9 +520,9 @@ class SecondRank(Ranks):
     heard: tuple[str, ...] = ()
     error: str = ""
 
-    def gather(self, words: str) -> list[str]:
-        assert words == ""
-        return [next(line for line in self.heard if line), words]
+    def gather(self, row: Any) -> list[Any]:
+        assert row is None
+        return [next(json.loads(line) for line in self.heard if line), row]
 
     def first_error(self, error: str) -> str:
         return error or self.error

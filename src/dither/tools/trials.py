@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dither import files
-from dither.console import Stage, Tick, print_table, silent
+from dither.console import Stage, Tick, silent
 from dither.data import is_prepared, load_tokenizer, open_tokens, prepare
 from dither.data.text import STDLIB
 from dither.errors import UserError
@@ -175,17 +175,6 @@ def write_json(comparison: Comparison, path: Path) -> Path:
     except OSError as error:
         raise UserError(f"{str(path)!r} cannot be written: {error}.") from None
     return path
-
-
-def print_comparison(comparison: Comparison) -> None:
-    """Print the tables and sentences of a comparison: those that its page has."""
-    if (swept := comparison.sweep_table()) is not None:
-        print_table(swept.title, swept.columns, swept.rows, right=list(swept.right))
-        print()
-    ranked = comparison.ranking_table()
-    print_table(ranked.title, ranked.columns, ranked.rows, right=list(ranked.right))
-    for sentence in comparison.sentences():
-        print(sentence)
 
 
 # Training -------------------------------------------------------------------------------------------------------------
