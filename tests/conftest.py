@@ -28,9 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
     warnings.warn = warn
 
 
-def warn(
-    message: Warning | str, category: type[Warning] | None = None, stacklevel: int = 1, *more: Any, **named: Any
-) -> None:
+def warn(message: Warning | str, category: type[Warning] | None = None, stacklevel: int = 1, *more: Any, **named: Any) -> None:
     """Call `warnings.warn`, unless a package that is neither dither nor torch announces that something of its own will change.
 
     A filter sees only the module that a warning is attributed to, which may be the caller's: ours. With the next release of
@@ -91,6 +89,14 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 def device() -> str:
     """Where kernels run in this session: CUDA, or the CPU through the interpreter."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of a few words to train on. No test may change them."""
+    from runs import write_words
+
+    return write_words(tmp_path_factory.mktemp("text"), documents=60, words=60)
 
 
 @pytest.fixture(scope="session")

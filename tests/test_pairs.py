@@ -26,7 +26,7 @@ from dither.ops.reference import matmul as reference_matmul
 from dither.ops.reference import quantize as reference_quantize
 from dither.ops.reference import scales as reference_scaling
 from dither.ops.reference.adamw import Piece
-from dither.ops.triton import BoundKernel, adamw_tables, quantize
+from dither.ops.triton import BoundKernel, adamw_tables
 from dither.ops.triton import adamw as kernel_adamw
 from dither.ops.triton import levels as kernel_levels
 from dither.ops.triton import loss as kernel_loss
@@ -696,25 +696,6 @@ def test_levels(text):
 def same_bits(one, other):
     bits = [x.reshape(-1).view(torch.uint8) for x in (one, other)]
     return one.shape == other.shape and one.dtype == other.dtype and torch.equal(*bits)
-
-
-# Casts in backward -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [(128, 256), (100, 33)])
-def test_transposed(shape):
-    x = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(quantize.transposed(x), x.T.contiguous())
-
-
-@pytest.mark.parametrize("amax", [0.0, 1e-45, 1e-39, 3.7, 448.0, 3e38, float("inf"), float("nan")])
-def test_tensor_factors(amax):
-    largest, cast = torch.tensor(amax), Cast.parse("e4m3 tensor fp32 nearest")
-    for found, expected in zip(
-        kernel_scaling.tensor_factors(largest, cast), reference_scaling.tensor_factors(largest, cast), strict=True
-    ):
-        assert torch.equal(found.isnan(), expected.isnan())
-        assert found.isnan() or found == expected
 
 
 # Casts of one layout into memory that is there, transposed codes and factors of a tensor -------------------------------
