@@ -123,7 +123,7 @@ def test_a_layer_with_int8_gradients_is_found(text, faulty, capsys):
     assert bisect(text, "--a", "fp32", "--b", str(faulty), "--steps", "3") == 1
     out = capsys.readouterr().out
     assert out.splitlines()[-1].startswith(f"At step 1 the input gradient product of {FAULT} differs by 0.0")
-    assert out.splitlines()[-1].endswith("beyond the bound of 0.0455.")  # and no other layer is
+    assert out.splitlines()[-1].endswith("beyond the bound of 0.0459.")  # and no other layer is
 
 
 def test_a_sound_precision_has_no_culprit(text, capsys):
