@@ -3,7 +3,7 @@
     PYTHONPATH=src python3 benchmarks/output.py            # GPT-2: 32768 tokens, 768 inputs, vocabulary 50257, in bfloat16
     PYTHONPATH=src python3 benchmarks/output.py --fp8      # output layer and loss, forward and backward, in BF16 and in FP8
 
-"side by side": contiguous rows of 50257 numbers. "aligned": rows begin at multiples of 64, as in `dither.nn.output`.
+"side by side": contiguous rows of 50257 numbers. "aligned": rows begin at multiples of 64, as in `aligned_linear`.
 "padded": products with a vocabulary of 50304, of a weight with rows of zeros, and of gradients copied into rows that end in
 zeros; the times include the copies. TFLOP/s count a vocabulary of 50257.
 
@@ -22,8 +22,7 @@ from torch.nn import functional
 import dither
 from dither.models.causal import cross_entropy, output_loss
 from dither.nn import Linear, step_context
-from dither.nn.output import Output
-from dither.ops import torch_ops
+from dither.nn.linear import Output
 from dither.ops.reference.loss import largest_gradient
 from dither.ops.triton import loss as kernels
 from dither.ops.triton import loss as loss_codes
@@ -77,7 +76,7 @@ def codes(sweep: bool) -> None:
         amax = largest_gradient(weights)
         for text in ("e5m2 tensor", "e4m3 tile(128)"):
             cast = Cast.parse(text)
-            out = torch_ops.empty_codes(N, V, cast, logits.device)
+            out = torch.ops.dither.empty_gradient_codes(logits, str(cast))
 
             def run(out=out, cast=cast, given=(logits, targets, parts, weights, amax)) -> tuple[torch.Tensor, ...]:
                 return loss_codes.backward_codes(*given, cast, 0, out)[:1]

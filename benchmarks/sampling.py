@@ -19,9 +19,9 @@ from quantize import median_ms, try_shapes
 from torch import Tensor
 
 from dither import Stream
-from dither.ops.reference.sampling import NOISES
 from dither.ops.triton import sampling as kernels
 from dither.ops.triton.sampling import RUN, amax_of, block_runs, block_scale, load_runs, program_block, run_words, store_runs
+from dither.spec import NOISES
 
 SHAPES = [(2048, 8192), (4096, 4096), (8192, 8192), (16384, 16384)]
 BLOCK = 32

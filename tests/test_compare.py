@@ -41,10 +41,10 @@ ROOT = Path(__file__).parent.parent
         ("o1", "o1", None, None),
         ("bf16-pure", "bf16-rn", None, None),
         ("bf16-sr", "bf16-sr", None, None),
-        ("fp8-block", "o1", "fp8-block", None),
+        ("fp8-block", "auto", "fp8-block", None),
         ("bf16-sr+fp8-block", "bf16-sr", "fp8-block", None),
         ("fp8-block+bf16-sr", "bf16-sr", "fp8-block", None),
-        ("gaussws:od", "o1", None, ("rounded_normal", "od")),
+        ("gaussws:od", "auto", None, ("rounded_normal", "od")),
         ("diffq:all+bf16-sr+mxfp8", "bf16-sr", "mxfp8", ("uniform", "all")),
     ],
 )
@@ -188,7 +188,7 @@ def test_fields_that_names_do_not_set_come_from_the_base():
     base = configs.override(trials.BASE, ["precision.states=bf16", "precision.sampling.b_init=5", "precision.recipe=mxfp8"])
     plain, sampled = trial("bf16-sr", base).config.precision, trial("diffq:od@b_target=2", base).config.precision
     assert (plain.mode, plain.recipe, plain.states, plain.sampling) == ("bf16-sr", None, "bf16", None)
-    assert (sampled.mode, sampled.recipe, sampled.states) == ("o1", None, "bf16")
+    assert (sampled.mode, sampled.recipe, sampled.states) == ("auto", None, "bf16")
     assert sampled.sampling == Sampling(noise="uniform", parts="od", b_init=5.0, b_target=2)
 
 
@@ -240,7 +240,7 @@ def test_a_sweep_is_every_arm_at_every_value_with_every_seed():
 def test_a_diffq_arm_begins_at_six_bits_and_its_bitwidths_learn():
     """The paper does not clamp. BF16 bears 4 bits of uniform noise for sure, and DiffQ begins at 6."""
     model = torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False))
-    convert(model, trial("diffq:all").config.precision.load_plan())
+    convert(model, trial("o1+diffq:all").config.precision.load_plan())
     with step_context(model, step=0), torch.autocast("cpu", torch.bfloat16):
         model(torch.ones(2, 32)).float().sum().backward()
     assert model[0].bitwidths().eq(6).all()

@@ -229,8 +229,8 @@ MISTAKES = [
     ("[data]\nsequence = 0", "data.sequence is an integer of at least 1"),
     ("[precision]\nrecipe = 'fp8-blok'", "did you mean 'fp8-block'"),
     ("[precision]\nmode = 'o3'", "no precision.mode='o3'"),
-    ("[precision]\nrecipe = 'bf16'", "use the mode 'o1'"),
-    ("[precision]\nrecipe = 'fp16'", "use the mode 'fp16'"),
+    ("[precision]\nmode = 'fp32'\nrecipe = 'bf16'", "use the mode 'o1'"),
+    ("[precision]\nmode = 'fp32'\nrecipe = 'fp16'", "use the mode 'fp16'"),
     ("[precision]\nmode = 'o2'\nrecipe = 'bf16-pure'", "use the mode 'bf16-rn' or 'bf16-sr' or 'bf16-kahan'"),
     ("[precision]\nrecipe = 'fp8-block'\nplan = 'x'", "both set the casts"),
     ("[precision]\nstates = 'e9m9'", "no precision.states='e9m9'"),
@@ -259,7 +259,10 @@ MISTAKES = [
     ("[precision]\nschedule = [[0, 'fp8-block'], [9, 'fp32'], [3, 'fp4-block']]", "In precision.schedule: .* ascend"),
     ("[precision]\nschedule = [[0, 'fp8-block'], [1.5, 'fp32']]", "a float from 0.0 to 1.0, not at 1.5"),
     ("[precision]\nschedule = [[0, 'fp8-block'], [500, 'fp32']]", "begins at step 500, and the last of 500 steps is 499"),
-    ("[precision]\nschedule = [[0, 'fp8-block'], [0.5, 'bf16']]", "'bf16', which computes in bf16, and precision.mode='fp32'"),
+    (
+        "[precision]\nmode = 'fp32'\nschedule = [[0, 'fp8-block'], [0.5, 'bf16']]",
+        "'bf16', which computes in bf16, and precision.mode='fp32'",
+    ),
     ("[precision]\nschedule = [[0, 'fp8-block forward']]", "The first entry of precision.schedule sets all products"),
     ("[precision]\nrecipe = 'fp4-block'\nschedule = [[0, 'fp8-block']]", "precision.recipe='fp4-block' and precision.schedule"),
     ("[precision]\nplan = 'a.json'\nschedule = [[0, 'fp8-block']]", "precision.plan='a.json' and precision.schedule"),
@@ -268,7 +271,10 @@ MISTAKES = [
         "[precision]\nschedule = [[0, 'fp8-block'], [105, 'fp8-row forward']]\n[snip]\ntarget = 0.5",
         "with snip.start=100 and snip.delay=10",
     ),
-    ("[precision]\nrecipe = 'fp8-auto'", "fp8-auto compares FP8 with BF16, and precision.mode='fp32' computes in fp32"),
+    (
+        "[precision]\nmode = 'fp32'\nrecipe = 'fp8-auto'",
+        "fp8-auto compares FP8 with BF16, and precision.mode='fp32' computes in fp32",
+    ),
     ("[precision]\ntimes = 'times.json'", "precision.times='times.json' has no effect without the recipe fp8-auto"),
     ("[guard]\nspike = 'explode'", "guard.spike is one of"),
     ("[guard]\nspike_factor = 1", "guard.spike_factor is a number above 1"),
@@ -390,11 +396,27 @@ def test_plans(tmp_path):
     assert Precision(plan=str(tmp_path / "plan.json")).load_plan() == recipe("mxfp4")
     Plan(parameters="bf16").save(tmp_path / "plan.json")
     with pytest.raises(UserError, match=r"does not fit precision\.mode='fp32'"):
-        Precision(plan=str(tmp_path / "plan.json")).load_plan()
+        Precision(mode="fp32", plan=str(tmp_path / "plan.json")).load_plan()
     with pytest.raises(UserError, match="cannot be read"):
         Precision(plan=str(tmp_path / "none.json")).load_plan()
     for name, mode in MODES.items():
         assert Precision(mode=name, recipe=mode.recipe).load_plan() == mode.plan
+
+
+@pytest.mark.parametrize(
+    ("fields", "on_gpu", "elsewhere"),
+    [
+        ({}, "o1", "fp32"),
+        ({"recipe": "fp8-block"}, "o1", "fp32"),
+        ({"recipe": "fp8-auto"}, "o1", "o1"),
+        ({"recipe": "fp16"}, "fp16", "fp16"),
+        ({"schedule": ((0, "fp8-block"), (0.5, "bf16"))}, "o1", "o1"),
+        ({"mode": "bf16-sr"}, "bf16-sr", "bf16-sr"),
+    ],
+)
+def test_the_mode_by_default_suits_the_device_and_the_casts(fields, on_gpu, elsewhere):
+    precision = Precision(**fields)
+    assert (precision.resolved(bf16=True).mode, precision.resolved(bf16=False).mode) == (on_gpu, elsewhere)
 
 
 def test_plans_by_step():

@@ -83,7 +83,7 @@ OPERATIONS = {
         (lambda: dither.round_to(X, None), "None", "'e4m3'"),
         (lambda: dither.round_to(X, ["e4m3"]), "['e4m3']", "'e4m3'"),
         (lambda: Cast("e4m3", ["tile(8)"], "fp32"), "['tile(8)']", "'tile(128)'"),
-        (lambda: Cast.from_json('{"format": ["e4m3"]}'), "['e4m3']", "'e4m3'"),
+        (lambda: Cast(["e4m3"]), "['e4m3']", "'e4m3'"),
         (lambda: Cast("e4m3", "tile(16)", ("fp32",)), "('fp32',)", "'fp32'"),
     ],
 )

@@ -16,11 +16,11 @@ from dither.models import GPT2, GPT2Config, build, preset
 from dither.models.causal import cross_entropy, output_loss
 from dither.nn import Linear, step_context
 from dither.nn import output_loss as fused
-from dither.nn.output import ALIGNMENT, Output, aligned_linear
-from dither.ops import torch_ops
+from dither.nn.functional import aligned_linear
+from dither.nn.linear import Output
 from dither.ops.reference import loss, quantize
 from dither.ops.reference import loss as loss_codes
-from dither.ops.reference.loss import IGNORE
+from dither.ops.reference.loss import IGNORE, ROOM
 from dither.train import config as configs
 from dither.train import loop
 
@@ -53,7 +53,7 @@ def test_codes_of_the_kernel(text, N, V, dtype, device):
     grads = kernel_loss.backward(logits, targets, parts, weights)
     wanted = quantize.quantize_both(grads, cast, None, given, cast.element)
     for size in {N, 128}:
-        out = torch_ops.empty_codes(N, V, cast, torch.device(device))
+        out = torch.ops.dither.empty_gradient_codes(logits, str(cast))
         rows = [slice(first, min(first + size, N)) for first in range(0, N, size)]
         found = [
             kernel_codes.backward_codes(logits[row], targets[row], parts[:, row], weights[row], amax, cast, row.start, out)
@@ -72,7 +72,7 @@ def test_codes_of_the_kernel(text, N, V, dtype, device):
 def test_operator(text):
     logits, targets, weights = pairs.logits_of(48, 160, torch.bfloat16, "cpu")
     parts, cast = loss.forward(logits, targets)[1], Cast.parse(text)
-    out = torch_ops.empty_codes(48, 160, cast, logits.device)
+    out = torch.ops.dither.empty_gradient_codes(logits, str(cast))
     given = (logits, targets, parts, weights, loss_codes.largest_gradient(weights), str(cast), 0, *out, "reference")
     torch.library.opcheck(torch.ops.dither.cross_entropy_codes, given, test_utils="test_faketensor")
     torch.library.opcheck(torch.ops.dither.empty_gradient_codes, (logits, str(cast)), test_utils="test_faketensor")
@@ -231,7 +231,7 @@ def test_numbers_and_gradients_are_those_of_a_linear_layer(words, shape):
     found, expected = aligned_linear(x, weight), functional.linear(x, weight)
     rows = found.flatten(0, -2)
     if len(rows) > 1:
-        assert rows.stride() == (-(-words // ALIGNMENT) * ALIGNMENT, 1)
+        assert rows.stride() == (-(-words // ROOM) * ROOM, 1)
     assert torch.equal(found, expected)
     grad = torch.randn(found.shape, generator=generator)
     for mine, theirs in zip(

@@ -62,7 +62,9 @@ def build(method: str, checkpointing: str = "none", compiled: bool = False) -> n
     if method == "bf16-sr":
         model.bfloat16()
     if CHECKPOINTS[checkpointing] is not None:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTS[checkpointing])
+        # Older releases have it under another name.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable(CHECKPOINTS[checkpointing])
         if checkpointing == "reentrant":  # which needs an input with a gradient
             model.enable_input_require_grads()
     if compiled:

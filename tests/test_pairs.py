@@ -37,7 +37,7 @@ from dither.ops.triton import quantize_128 as kernel_squares
 from dither.ops.triton import sampling as kernel_sampling
 from dither.ops.triton import scales as kernel_scaling
 from dither.ops.triton import state_maps as kernel_dynamic
-from dither.spec import levels
+from dither.spec import NOISES, levels
 from dither.spec.engines import Engine
 from dither.spec.formats import Format
 from dither.spec.optimizer import Update
@@ -590,14 +590,14 @@ def test_pow2(device: str) -> None:
 
 
 @pytest.mark.sampled(cover=1)
-@pytest.mark.parametrize("kind", sampling.NOISES)
+@pytest.mark.parametrize("kind", NOISES)
 @pytest.mark.parametrize("offset", [(0, 0), (3, 16), (5, 7)])
 def test_noise(kind: str, offset: tuple[int, int], device: str) -> None:
     assert pairs.check_noise(11, 300, offset, kind, device) == 0
 
 
 @pytest.mark.sampled(without=["rounded_normal_exact-dtype6", "uniform-dtype12"])
-@pytest.mark.parametrize(("kind", "dtype"), sweep(itertools.product(sampling.NOISES, sampling.DTYPES), strength=1))
+@pytest.mark.parametrize(("kind", "dtype"), sweep(itertools.product(NOISES, sampling.DTYPES), strength=1))
 def test_sampled_weights(kind: str, dtype: torch.dtype, device: str) -> None:
     for given in (torch.float32, torch.bfloat16, torch.float16):
         w = pairs.hard_values(40, 70, given, 11, device)
@@ -623,7 +623,7 @@ def test_sampled_weights_of_any_shape_and_block(shape: tuple[int, int], block: i
 @pytest.mark.sampled(without=["rounded_normal_exact-dtype4", "uniform-dtype8"])
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    sweep(itertools.product(sampling.NOISES, [torch.float32, torch.bfloat16, torch.float16]), strength=1),
+    sweep(itertools.product(NOISES, [torch.float32, torch.bfloat16, torch.float16]), strength=1),
 )
 def test_sampled_gradients(kind: str, dtype: torch.dtype, device: str) -> None:
     """Hard values make sums depend on their order; gradients of zeros keep the signs of zeros."""

@@ -15,10 +15,11 @@ import torch
 import dither
 from dither import Stream, UserError
 from dither.ops.reference import sampling
+from dither.spec import NOISES
 from dither.spec.random import Draw
 
 STREAM = Stream(5, "sample", "model.layers.0.mlp.down_proj.weight")
-DRAWN = [kind for kind in sampling.NOISES if kind != "none"]
+DRAWN = [kind for kind in NOISES if kind != "none"]
 P_EXACT = [math.erfc((2 * k - 1) / math.sqrt(2)) for k in (1, 2, 3)]
 CHANCE = {
     "rounded_normal": {0: 733 / 1024, 1: 9 / 64, 2: 3 / 2048, 3: 0.0},
@@ -76,7 +77,7 @@ def test_uniform_noise_is_every_sixteen_bit_fraction_rounded_to_bfloat16():
     assert abs(float((r.double() ** 2).mean()) - 1 / 12) < 2e-6
 
 
-@pytest.mark.parametrize("kind", sampling.NOISES)
+@pytest.mark.parametrize("kind", NOISES)
 @pytest.mark.parametrize(("row", "step"), [(0, 0), (77, 3), (2**32 - 1, 2**32 - 1)])
 def test_noise_is_what_another_generator_and_integers_give(kind, row, step):
     drawn = sampling.noise(Draw(STREAM.key, torch.tensor(step), row, 0), 1, 700, kind)
@@ -195,7 +196,7 @@ def test_pow2_is_exact_for_integers_and_stops_at_normal_numbers():
 SHAPES = [(64, 96), (70, 45), (1, 33), (33, 1)]
 
 
-@pytest.mark.parametrize("kind", sampling.NOISES)
+@pytest.mark.parametrize("kind", NOISES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("block", [16, 32])
 def test_sampled_weights_are_those_of_a_loop(kind, shape, block):
@@ -322,7 +323,7 @@ def test_backward_draws_what_forward_drew(kind):
     assert forward.count_nonzero() > 300
 
 
-@pytest.mark.parametrize("kind", sampling.NOISES)
+@pytest.mark.parametrize("kind", NOISES)
 @pytest.mark.parametrize("shape", [(64, 96), (70, 45)])
 def test_gradients_are_those_of_the_formula_in_float64(kind, shape):
     w, b_t = weight(*shape, 32)

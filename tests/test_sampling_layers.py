@@ -24,9 +24,7 @@ from dither.models import PRESETS, Llama, compile_blocks
 from dither.nn import Linear, bitwidth_loss, convert, functional, param_groups, sampling_parameters, step_context
 from dither.nn.convert import Conversion, _switch
 from dither.nn.experts import ExpertsLinear
-from dither.ops.reference.sampling import NOISES
 from dither.optim import Role
-from dither.spec import NOISES as PLAN_NOISES
 from dither.spec import BitwidthLoss, LayerPrecision, Plan, Sampling, WeightDecay
 
 NAME, SEED, STEP, ROW = "layers.0.up", 3, 7, 1000
@@ -761,7 +759,6 @@ def test_what_is_not_sampled_has_no_bitwidths() -> None:
 
 
 def test_a_sampling_goes_through_json_with_its_plan() -> None:
-    assert PLAN_NOISES == NOISES
     for guidance in (WeightDecay(0.2), BitwidthLoss(0.5), (BitwidthLoss(1.0), WeightDecay(0.0)), ()):
         sampling = Sampling(noise="uniform", block=16, b_init=7, b_target=2.5, parts="od", recompute=True, guidance=guidance)
         plan = Plan(compute="bf16").with_sampling(sampling, input_sampling=Sampling(parts="*up", beyond="warn"))

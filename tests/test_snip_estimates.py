@@ -17,7 +17,7 @@ from worlds import ranks
 import dither
 from dither import LayerPrecision, Plan, Sampling, Stream, UserError, convert, recipe
 from dither.models import PRESETS, Llama
-from dither.nn.sharded.geometry import Shard
+from dither.ops.ranks import Shard
 from dither.optim import AdamW
 from dither.snip import (
     PROBES,

@@ -25,7 +25,8 @@ def test_a_run_from_the_command_line(text: Path, tmp_path: Path, capsys: pytest.
     lines = said.out.splitlines()
     assert lines[:2] == ["Reading the text ...", "Building the model ..."]
     assert re.fullmatch(r"[\d,]+ parameters, [\d,]+ training tokens, [\d,]+ held-out tokens, on cpu\.", lines[2])
-    assert re.fullmatch(r"step 1/2  loss \d\.\d{4}  ema \d\.\d{4}  lr \d\.\d\de-\d\d  [\d,]+ tok/s  \d+s left", lines[3])
+    assert lines[3] == "Precision: mode fp32, which computes in fp32, states fp32."
+    assert re.fullmatch(r"step 1/2  loss \d\.\d{4}  ema \d\.\d{4}  lr \d\.\d\de-\d\d  [\d,]+ tok/s  \d+s left", lines[4])
     assert lines[-5] == "All 2 steps are done."
     assert re.fullmatch(r"held-out loss    \d\.\d{4} nats per token, \d\.\d{3} bits per byte", lines[-4])
     assert re.match(r"unigram entropy  \d\.\d{4} nats, \d\.\d{3} bits", lines[-3])

@@ -5,6 +5,7 @@ dataclass. Sections are read from TOML, changed by `section.field=value`, checke
 """
 
 import ast
+import functools
 import inspect
 import json
 import math
@@ -154,17 +155,14 @@ class Field(NamedTuple):
     sentence: str
 
 
-_TYPES: dict[type, dict[str, Any]] = {}
-
-
+@functools.cache
 def types_of(cls: type) -> dict[str, Any]:
     """Return the type of each field of a dataclass, with its limits."""
-    if cls not in _TYPES:
-        hints = typing.get_type_hints(cls, include_extras=True)
-        _TYPES[cls] = {each.name: hints[each.name] for each in fields(cls)}
-    return _TYPES[cls]
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {each.name: hints[each.name] for each in fields(cls)}
 
 
+@functools.cache
 def sentences(cls: type) -> dict[str, str]:
     """Return the sentence under each field, read from the source of the class and of those that it extends."""
     found = {}

@@ -6,7 +6,7 @@ import torch
 import dither
 from dither.models import GPT2Config, LlamaConfig, build, compile_blocks, generate, load_pretrained, save_pretrained
 from dither.models.causal import cross_entropy
-from dither.nn.output import Output
+from dither.nn.linear import Output
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -75,7 +75,7 @@ def test_codes_written_again_are_those_of_a_new_cast() -> None:
     x, y = (torch.randn(256, 384, device="cuda") for _ in range(2))
     largest = torch.zeros((), device="cuda")
     *held, _ = torch.ops.dither.quantize_both(x, str(cast), amax, "", 0, None, 0, 0, "kernel")
-    dither.ops.torch_ops.quantize_both_into(y, str(cast), amax, "", None, largest, tuple(held))
+    dither.ops.torch_ops.cast_both(y, str(cast), amax, "", None, "auto", None, tuple(held), largest)
     *expected, measured = torch.ops.dither.quantize_both(y, str(cast), amax, "", 0, None, 0, 0, "reference")
     assert sum(map(pairs.differing, expected, held)) == 0
     torch.ops.dither.quantize_both_measured(x, str(cast), amax, "", 0, None, 0, 0, "kernel", largest)

@@ -8,8 +8,7 @@ import dither
 from dither.models import build, compile_blocks
 from dither.models.causal import cross_entropy, output_loss
 from dither.nn import Linear, step_context
-from dither.nn.output import Output
-from dither.ops import torch_ops
+from dither.nn.linear import Output
 from dither.ops.reference.loss import largest_gradient
 from dither.ops.triton import loss as kernels
 from dither.ops.triton import loss as loss_codes
@@ -33,7 +32,7 @@ def test_codes_are_those_of_the_gradients(shape, text, dtype):
     given = amax if cast.group.kind == "tensor" else None
     wanted = quantize.quantize_both(kernels.backward(logits, targets, parts, weights), cast, None, given, cast.element)
     for size in {N, 128} if N > 128 else {N}:
-        out = torch_ops.empty_codes(N, V, cast, logits.device)
+        out = torch.ops.dither.empty_gradient_codes(logits, str(cast))
         rows = [slice(first, min(first + size, N)) for first in range(0, N, size)]
         found = [
             loss_codes.backward_codes(logits[row], targets[row], parts[:, row], weights[row], amax, cast, row.start, out)

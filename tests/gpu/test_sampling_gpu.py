@@ -10,6 +10,7 @@ import dither
 from dither import Stream
 from dither.ops.reference import sampling
 from dither.ops.triton import sampling as kernels
+from dither.spec import NOISES
 from dither.spec.random import Draw
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -17,13 +18,13 @@ STREAM = Stream(7, "sample", "w")
 SPECIAL = [torch.nan, torch.inf, -torch.inf, 200.0, -200.0, 1.0]
 
 
-@pytest.mark.parametrize("kind", sampling.NOISES)
+@pytest.mark.parametrize("kind", NOISES)
 @pytest.mark.parametrize("offset", [(0, 0), (123, 4567)])
 def test_noise(kind: str, offset: tuple[int, int]) -> None:
     assert pairs.check_noise(3000, 2003, offset, kind, "cuda") == 0
 
 
-@pytest.mark.parametrize("kind", sampling.NOISES)
+@pytest.mark.parametrize("kind", NOISES)
 @pytest.mark.parametrize("dtype", list(sampling.DTYPES), ids=str)
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_sampled_weights(kind: str, dtype: torch.dtype, given: torch.dtype) -> None:
@@ -34,7 +35,7 @@ def test_sampled_weights(kind: str, dtype: torch.dtype, given: torch.dtype) -> N
     assert pairs.check_sample(pairs.hard_values(1024, 2048, given, 12, "cuda"), kind, 32, dtype, also_on_cpu=True) == 0
 
 
-@pytest.mark.parametrize("kind", sampling.NOISES)
+@pytest.mark.parametrize("kind", NOISES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_sampled_gradients(kind: str, dtype: torch.dtype, given: torch.dtype) -> None:
@@ -58,7 +59,7 @@ def test_any_shape_block_and_stride(shape: tuple[int, int], block: int) -> None:
         assert pairs.check_sample_backward(x, "rounded_normal", block, torch.bfloat16, also_on_cpu=True) == 0
 
 
-@pytest.mark.parametrize("kind", sampling.NOISES)
+@pytest.mark.parametrize("kind", NOISES)
 def test_a_hundred_million_elements(kind: str) -> None:
     """Kernel against the reference on the GPU, in pieces, as the reference needs memory; ragged at the far edges."""
     generator = torch.Generator("cuda").manual_seed(1)

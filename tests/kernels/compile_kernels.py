@@ -17,15 +17,14 @@ from triton.runtime.jit import JITFunction
 
 import dither
 from dither import Cast, Stream
-from dither.ops import torch_ops
 from dither.ops.reference import adamw as masters
 from dither.ops.reference.adamw import Piece, zero_state
-from dither.ops.reference.sampling import DTYPES, NOISES
+from dither.ops.reference.sampling import DTYPES
 from dither.ops.triton import adamw, levels, loss, matmul, philox, quantize, rounding, sampling, scales
 from dither.ops.triton import loss as loss_codes
 from dither.ops.triton import quantize as transposing
 from dither.ops.triton.quantize_128 import CASTS as IN_SQUARES
-from dither.spec import Rounding
+from dither.spec import NOISES, Rounding
 from dither.spec.formats import Format
 from dither.spec.optimizer import Update
 from dither.spec.random import Draw
@@ -190,7 +189,7 @@ def loss_calls() -> Iterator[str]:
         parts, weights, amax = torch.zeros(2, 256), torch.zeros(256), torch.zeros(())
         for cast in map(Cast.parse, ("e5m2 tensor", "e4m3 tile(128)", "e4m3 tile(32) pow2_ceil")):
             for part in (logits, logits[:200, :31997]):
-                out = torch_ops.empty_codes(256, part.shape[1], cast, logits.device)
+                out = torch.ops.dither.empty_gradient_codes(logits[:, : part.shape[1]], str(cast))
                 given = (part, targets[: len(part)], parts[:, : len(part)], weights[: len(part)])
                 loss_codes.backward_codes(*given, amax, cast, 0, out)
         yield f"codes of the gradient of cross_entropy {dtype}"

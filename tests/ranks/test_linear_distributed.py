@@ -19,7 +19,7 @@ from dither import LayerPrecision, MemoryOptions, Plan, Sampling, UserError
 from dither.nn import Conv1D, Linear, bitwidth_loss, convert, sampling_parameters, step_context
 from dither.nn.convert import Conversion
 from dither.nn.draws import batch_rank
-from dither.nn.sharded.tensor_parallel import local
+from dither.ops.ranks import local
 from dither.spec import OPERANDS, BitwidthLoss
 
 WIDTH = 384

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from worlds import on_ranks
 
 from dither import UserError
-from dither.nn.sharded.geometry import reduce_cuts, shards
+from dither.ops.ranks import reduce_shards, shards
 from dither.optim import AdamMini, AdamW, NonFiniteError, Role
 
 # One body for every cut -----------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def test_meshes() -> None:
     (found,) = shards(piece)
     assert torch.equal(part, x[found.row : found.row + 4])
     total = part.double().square().sum()
-    reduce_cuts(total, piece)
+    reduce_shards(total, piece)
     assert total == x.double().square().sum()
 
 

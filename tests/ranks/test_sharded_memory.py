@@ -27,7 +27,7 @@ from dither.checkpoint import SavedTensors, Saver, pack, unpack
 from dither.data import open_tokens
 from dither.models import PRESETS, LlamaConfig
 from dither.models.presets import blank, draw_parts
-from dither.nn.sharded.tensor_parallel import local
+from dither.ops.ranks import local
 from dither.parallel import Layout
 from dither.train import Config
 from dither.train.config import dumps

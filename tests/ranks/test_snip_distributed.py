@@ -17,7 +17,7 @@ from worlds import from_first, on_ranks
 
 import dither
 from dither import Cast, Plan, UserError
-from dither.nn.sharded.tensor_parallel import local
+from dither.ops.ranks import local
 from dither.optim import AdamMini, AdamW
 from dither.optim.roles import Role
 from dither.snip import (

@@ -248,7 +248,7 @@ def converted_linears(model: nn.Module) -> Iterator[tuple[str, Linear]]:
 
 def layer_settings(layer: Linear) -> dict[str, Any]:
     """Return what else determines the results of a layer, as plain values: its casts, and the source of its random bits."""
-    return {"precision": layer.precision.to_dict(), "compute": layer.compute, "name": layer.name, "seed": layer.seed}
+    return {"precision": layer.precision.to_dict(), "compute": layer.choice.compute, "name": layer.name, "seed": layer.seed}
 
 
 def resting_bitwidths(model: nn.Module) -> Iterator[tuple[str, Linear, str]]:

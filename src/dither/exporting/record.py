@@ -129,7 +129,7 @@ def require(package: str, why: str, extra: str = "export") -> None:
         raise UserError(f"{why} needs {package.replace('_', '-')}, which is not installed: pip install 'dither[{extra}]'.")
 
 
-def load(place: Path, *, quantized: bool) -> Any:
+def load(place: Path, *, quantized: bool, vocab_size: int | None = None) -> Any:
     """Load a folder or a GGUF file with transformers: weights are dequantized, and products are those of float32 inputs."""
     require("transformers", "--check")
     require("accelerate", "--check")
@@ -138,8 +138,11 @@ def load(place: Path, *, quantized: bool) -> Any:
     if place.is_file():
         import transformers
 
+        config = transformers.AutoConfig.from_pretrained(place.parent, gguf_file=place.name, trust_remote_code=False)
+        if config.model_type == "gpt2":  # whose sizes transformers 5.23 does not take from the file
+            config.vocab_size, config.n_positions = vocab_size or config.vocab_size, config.n_ctx
         read = transformers.AutoModelForCausalLM.from_pretrained
-        return read(place.parent, gguf_file=place.name, dtype=torch.float32, trust_remote_code=False).eval()
+        return read(place.parent, gguf_file=place.name, config=config, dtype=torch.float32, trust_remote_code=False).eval()
     return load_dequantized(place)
 
 
@@ -153,7 +156,8 @@ def check(place: Path, ours: nn.Module, *, quantized: bool, vocab_size: int, lon
     """Compare the logits of a folder with those of our model; raise if they differ by more than `TOLERANCE`."""
     tokens = sample_tokens(vocab_size, longest)
     with torch.no_grad():
-        theirs: Tensor = load(place, quantized=quantized)(input_ids=tokens, use_cache=False).logits.float()
+        model = load(place, quantized=quantized, vocab_size=vocab_size)
+        theirs: Tensor = model(input_ids=tokens, use_cache=False).logits.float()
     with evaluating(ours):
         expected = ours(tokens.to(next(ours.parameters()).device)).float().cpu()
     difference, largest = (theirs - expected).abs().max().item(), expected.abs().max().item()

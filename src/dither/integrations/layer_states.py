@@ -84,7 +84,7 @@ def save_state(model: nn.Module, folder: str | Path, *, others: Mapping[str, Any
     description = {
         "version": VERSION,
         "layers": {
-            name: {"precision": layer.planned.to_dict(), "compute": layer.compute, "seed": layer.seed}
+            name: {"precision": layer.choice.planned.to_dict(), "compute": layer.choice.compute, "seed": layer.seed}
             for name, layer in layers.items()
         },
         "weights": _fingerprint(layers),

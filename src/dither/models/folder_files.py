@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,21 @@ def is_in_few_bits(folder: Path) -> bool:
     return read_json(folder / CONFIG).get("quantization_config") is not None
 
 
+def dequantize_at_loading(config: Any) -> Callable[[Any], None]:
+    """Let transformers dequantize the weights in few bits of a config without casts of inputs; return what is left to do.
+
+    transformers 5.23 dequantizes all layers by the first of several formats; compressed-tensors knows that of each.
+    """
+    quantization = getattr(config, "quantization_config", None)
+    if not isinstance(quantization, dict) or quantization.get("quant_method") not in ("compressed-tensors", "fp8"):
+        return lambda model: None
+    groups = quantization.get("config_groups", {})
+    for group in groups.values():
+        group["input_activations"] = None
+    quantization["dequantize"] = len(groups) <= 1
+    return (lambda model: None) if len(groups) <= 1 else lambda model: model.hf_quantizer.compressor.decompress_model(model)
+
+
 def load_dequantized(folder: Path) -> Any:
     """Load a folder with transformers: weights are dequantized, and products are those of float32 inputs.
 
@@ -88,11 +103,7 @@ def load_dequantized(folder: Path) -> Any:
             f"The model {str(folder)!r} needs transformers, which is not installed: pip install 'dither[export]'."
         ) from None
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    quantization = getattr(config, "quantization_config", None) or {}
-    if quantization.get("quant_method") in ("compressed-tensors", "fp8"):
-        for group in quantization.get("config_groups", {}).values():
-            group["input_activations"] = None
-        quantization["dequantize"] = True
+    finish = dequantize_at_loading(config)
     try:
         model, said = transformers.AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, output_loading_info=True
@@ -103,4 +114,5 @@ def load_dequantized(folder: Path) -> Any:
     for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         if names := sorted(map(str, said.get(what) or ())):
             raise UserError(f"transformers does not load {str(folder)!r}: {what.replace('_', ' ')} {', '.join(names[:3])}.")
-    return model.float().eval()
+    finish(model)
+    return torch.nn.Module.float(model).eval()  # which transformers refuses for a config with few bits

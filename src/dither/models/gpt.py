@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dither.models.causal import PlainLM, normal_from
-from dither.nn.output import Output
+from dither.nn.linear import Output
 
 
 class MLP(nn.Module):

@@ -11,7 +11,7 @@ from torch.nn import functional
 from dither.models.causal import PlainLM, normal_from
 from dither.models.sizes import LlamaConfig
 from dither.nn.layers import GatedMLP
-from dither.nn.output import Output
+from dither.nn.linear import Output
 
 
 class RMSNorm(nn.Module):

@@ -15,8 +15,8 @@ from dither.models.gpt2 import GPT2
 from dither.models.gpt_neo import GPTNeo
 from dither.models.llama import Llama
 from dither.models.sizes import GPT2Config, LlamaConfig, ModelConfig, preset
-from dither.nn.sharded.geometry import shards
 from dither.nn.sites import find_sites
+from dither.ops.ranks import shards
 from dither.spec.random import Stream
 
 DRAWN_AT_ONCE = 1 << 24

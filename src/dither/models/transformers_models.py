@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dither.errors import UserError
 from dither.models.causal import CausalLM, PlainLM
-from dither.models.folder_files import CONFIG, read_json, write_json
+from dither.models.folder_files import CONFIG, dequantize_at_loading, read_json, write_json
 from dither.models.presets import check_place, check_seed, skeleton
 from dither.nn.norms import cast_parameters
 
@@ -137,12 +137,9 @@ def _in_dtype(model: Any, dtype: torch.dtype) -> Any:
 def _pretrained(transformers: Any, source: str, device: torch.device | str, dtype: torch.dtype | None) -> HuggingFace:
     config = _call(source, lambda: transformers.AutoConfig.from_pretrained(source, trust_remote_code=False))
     _check_sizes(source, config)
-    quantization = getattr(config, "quantization_config", None)
-    if isinstance(quantization, dict):
-        for group in quantization.get("config_groups", {}).values():
-            group["input_activations"] = None
-        quantization["dequantize"] = True
-        dtype = dtype or torch.bfloat16
+    quantized = getattr(config, "quantization_config", None) is not None
+    finish = dequantize_at_loading(config)
+    dtype = dtype or (torch.bfloat16 if quantized else None)
     model, said = _call(
         source,
         lambda: transformers.AutoModelForCausalLM.from_pretrained(
@@ -159,7 +156,8 @@ def _pretrained(transformers: Any, source: str, device: torch.device | str, dtyp
             raise UserError(
                 f"The weights of {source!r} do not fit its config: {what.replace('_', ' ')} {', '.join(names[:3])}."
             )
-    plain = model if quantization is None else _plain(model, dtype or model.dtype)
+    finish(model)
+    plain = _plain(model, dtype or model.dtype) if quantized else model
     return HuggingFace(plain.to(device)).train()
 
 

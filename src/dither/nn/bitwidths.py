@@ -22,6 +22,7 @@ from dither.console import printed
 from dither.errors import UserError
 from dither.nn.linear import Linear
 from dither.nn.sampling import BITWIDTHS
+from dither.ops.ranks import reduce_shards
 from dither.spec import Sampling
 from dither.spec.bitwidths import DEPLOYABLE, capacity, deployable
 from dither.spec.formats import Format
@@ -78,9 +79,7 @@ def _sum_of_magnitudes(bitwidths: list[Tensor]) -> Tensor:
     if isinstance(first, DTensor):
         part = first.to_local().abs().sum()
         total = part.detach().clone()
-        for dimension, placement in enumerate(first.placements):
-            if not placement.is_replicate():
-                torch.distributed.all_reduce(total, group=first.device_mesh.get_group(dimension))
+        reduce_shards(total, first)
         return total + (part - part.detach())  # every rank has the whole sum, and the gradient of its own part
     return torch.cat([bitwidth.flatten() for bitwidth in bitwidths]).abs().sum()
 

@@ -1,4 +1,4 @@
-"""What a layer caches for an optimizer step: its weight as products read it, and the bitwidths of its samplings."""
+"""The cache of a layer for an optimizer step: its weight as products read it, and the bitwidths of its samplings."""
 
 import itertools
 

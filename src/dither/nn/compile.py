@@ -20,9 +20,6 @@ from dither.nn.layers import Absent
 from dither.nn.linear import Linear
 from dither.nn.step import StepContext
 
-LEAST = 2
-"""Children of one class that make a list of blocks."""
-
 GRAPHS = 256
 """The most graphs of a block's code: one per kind of block, and per grad mode, dtype and shape that it is called with."""
 
@@ -72,7 +69,7 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
             continue
         children = [(number, child) for number, child in module.named_children() if not isinstance(child, Absent)]
         kinds = {type(child) for _, child in children}
-        if len(module) >= LEAST and len(kinds) == 1 and any(True for child in module for _ in child.children()):
+        if len(module) >= 2 and len(kinds) == 1 and any(True for child in module for _ in child.children()):
             found |= {f"{name}.{number}" if name else number: child for number, child in children}
     return found
 
@@ -236,7 +233,10 @@ class GraphedPasses:
 
     def _capture(self, inputs: tuple[Tensor, ...], *, first: bool) -> bool:
         """Capture a pass, without running it. Return False if that is impossible."""
-        if self.say is not None and 2 * torch.cuda.max_memory_allocated() > _memory(inputs[0].device):
+        if (
+            self.say is not None
+            and 2 * torch.cuda.max_memory_allocated() > torch.cuda.get_device_properties(inputs[0].device).total_memory
+        ):
             # A graph keeps the memory of its pass, and evaluations need memory of their own.
             self.possible = False
             self.say("Passes run without CUDA graphs, since a step needs more than half of the GPU's memory.")
@@ -283,7 +283,3 @@ class GraphedPasses:
                 "its layers draw random bits for different numbers of rows: give them by step_context(...).row(...)."
             )
         return counts.pop() if counts else 0
-
-
-def _memory(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).total_memory)

@@ -13,6 +13,7 @@ Some layers are left alone unless a rule of the plan or `only=` names them, or `
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,10 @@ from dither.errors import PerformanceWarning, UserError
 from dither.nn.bitwidths import sampling_parameters, watch_guidance
 from dither.nn.experts import ExpertsLinear
 from dither.nn.layers import adopt_gated, check_gated
-from dither.nn.linear import Choice
+from dither.nn.linear import Choice, Fallback
 from dither.nn.norms import cast_parameters, wide_parameters
 from dither.nn.sites import (
     FALLBACKS,
-    Fallback,
     Layer,
     Site,
     converted_layers,
@@ -257,7 +257,9 @@ class Conversion:
     def __rich__(self) -> Group:
         table = Table("layers", "count", "out x in", *OPERANDS, "engines", "share", box=box.SIMPLE_HEAD)
         rest = [f"compute {self.plan.compute}; parameters {self.plan.parameters or 'as they were'}"]
-        for pattern, layers in alike(self.layers, name_of, lambda a: (a.out_features, a.in_features, a.precision, a.engines)):
+        for pattern, layers in alike(
+            self.layers, attrgetter("name"), lambda a: (a.out_features, a.in_features, a.precision, a.engines)
+        ):
             first = layers[0]
             casts = (first.precision.cell(operand) for operand in OPERANDS)
             engines = first.engines[0] if len(set(first.engines)) == 1 else ", ".join(first.engines)
@@ -265,7 +267,7 @@ class Conversion:
             table.add_row(pattern, str(len(layers)), size, *casts, engines, f"{sum(layer.share for layer in layers):.1%}")
             instead = "runs uncast" if first.precision.uncast else "multiplies in float32"
             rest += [f"{instead}: {pattern} ({len(layers)}): {first.note}"] * bool(first.note)
-        for pattern, modules in alike(self.left_alone, name_of, lambda module: module.reason):
+        for pattern, modules in alike(self.left_alone, attrgetter("name"), lambda module: module.reason):
             share = f", {sum(module.share for module in modules):.1%}" if modules[0].share else ""
             rest.append(f"left alone: {pattern} ({len(modules)}{share}): {modules[0].reason}")
         return Group(table, *rest)
@@ -283,11 +285,6 @@ def alike(entries: Iterable[Any], name: Callable[[Any], str], key: Callable[[Any
     for group in groups.values():
         parts = zip(*(name(entry).split(".") for entry in group), strict=True)
         yield ".".join(part[0] if len(set(part)) == 1 else "*" for part in parts), group
-
-
-def name_of(entry: Any) -> str:
-    """Return the name of an entry, as a key for `alike`."""
-    return str(entry.name)
 
 
 def convert(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dither.errors import UserError
-from dither.nn.sharded.tensor_parallel import local
+from dither.ops.ranks import local
 from dither.ops.reference import scales
 from dither.spec import OPERANDS, LayerPrecision
 

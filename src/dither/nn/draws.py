@@ -29,8 +29,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import checkpoint
 
 from dither.errors import UserError
-from dither.nn.sharded.tensor_parallel import local
-from dither.ops.torch_ops import LIBRARY
+from dither.ops.ranks import local
+from dither.ops.torch_ops import operator
 from dither.spec import LayerPrecision
 
 if TYPE_CHECKING:
@@ -231,26 +231,17 @@ def _function_contexts() -> Iterator[Any]:
 
 # An operator that changes its handle stays in the forward graph, in order, even if only backward needs the place. The tags keep
 # calls from being merged with each other, and from being captured in a CUDA graph.
-LIBRARY.define(
-    "place(Tensor(a!) handle, Tensor keys, SymInt tokens, bool training, bool grad) -> Tensor",
+@operator(
+    lambda keys: keys.new_empty(2),
+    mutates=("handle",),
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe),
-)  # type: ignore[no-untyped-call]
-
-
+)
 def _place_op(handle: Tensor, keys: Tensor, tokens: int, training: bool, grad: bool) -> Tensor:
     """Return the result of `Draws.place` while a compiled graph runs. `keys` is a tensor of the layer, on its device."""
     draws = _draws[int(handle)]
     # The next call uses another handle: a graph that recomputes keeps this one, which must not change.
     draws._layer().draw_handle = draws.handle()
     return draws.place(tokens, training=training, grad=grad)
-
-
-LIBRARY.impl("place", _place_op, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-
-
-@torch.library.register_fake("dither::place", lib=LIBRARY)  # type: ignore[untyped-decorator]
-def _(handle: Tensor, keys: Tensor, tokens: int, training: bool, grad: bool) -> Tensor:
-    return keys.new_empty(2)
 
 
 # Ranks ----------------------------------------------------------------------------------------------------------------

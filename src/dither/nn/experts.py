@@ -9,7 +9,6 @@ Shapes: x_TH are T tokens with H features, each routed to k experts: S = T * k p
 
 import copy
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,13 +45,7 @@ class ExpertLinear(Linear):
         return whole.detach()[self._index]
 
     def forward(self, input: Tensor, weight: Tensor, tokens: int) -> Tensor:  # type: ignore[override]
-        """Map [..., in_features] to [..., out_features].
-
-        Args:
-            input: The tokens that are routed to this expert.
-            weight: This expert's part of the parameter, with its gradient.
-            tokens: The number of tokens in the whole batch.
-        """
+        """Map the tokens of this expert, out of `tokens` in the batch; `weight` is its matrix, as the parameter learns it."""
         settings = self.settings_for(input)
         return functional.linear(input, weight, None, settings, state=self.call_state(settings, tokens))
 
@@ -65,23 +58,11 @@ class ExpertLinear(Linear):
 class ExpertsLinear(nn.Module):
     """The same matrix of every expert, in one precision: one layer of a plan."""
 
-    def __init__(
-        self,
-        home: nn.Module,
-        parameter: str,
-        precision: LayerPrecision,
-        *,
-        name: str,
-        seed: int,
-        emulate: bool,
-        verified: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, home: nn.Module, parameter: str, precision: LayerPrecision, *, name: str, **options: Any) -> None:
         super().__init__()
         self.name = name
         self.experts = nn.ModuleList(
-            ExpertLinear(
-                home, parameter, index, precision, name=f"{name}.{index}", seed=seed, emulate=emulate, verified=verified
-            )
+            ExpertLinear(home, parameter, index, precision, name=f"{name}.{index}", **options)
             for index in range(len(getattr(home, parameter)))
         )
 
@@ -140,14 +121,8 @@ def install(module: Any, parameter: str, layer: ExpertsLinear) -> None:
 def experts_forward(self: Any, x_TH: Tensor, expert_Tk: Tensor, share_Tk: Tensor) -> Tensor:
     """Return the output of a module of experts [T, H]: for each token, the weighted sum of the outputs of its k experts.
 
-    Experts run one after the other, each on its tokens. The number of tokens per expert depends on the data, so the host
-    synchronizes with the device.
-
-    Args:
-        self: The module of experts.
-        x_TH: Tokens.
-        expert_Tk: The k experts of each token.
-        share_Tk: The weights of their outputs.
+    `expert_Tk` are the experts of each token, `share_Tk` the weights of their outputs. Experts run one after the other, each on
+    its tokens. The number of tokens per expert depends on the data, so the host synchronizes with the device.
     """
     tokens, k = expert_Tk.shape
     if not tokens:

@@ -5,8 +5,8 @@ byte per weight in FP8, half a byte in FP4, and the scales. The forward product 
 backward pass dequantizes the codes of one layer at a time and casts them along the other axis, as the plan says.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any, Self
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,7 @@ class FrozenLinear(Linear):
     state dict: they follow from the weights that the layer was made from.
     """
 
+    KEPT_DTYPES = (*BUFFERS, *Linear.KEPT_DTYPES)
     weight_codes: Tensor
     weight_scale: Tensor | None
     weight_tensor_scale: Tensor | None
@@ -141,17 +142,6 @@ class FrozenLinear(Linear):
     def reset_parameters(self) -> None:
         """Raise: a frozen weight is not initialized."""
         raise UserError(f"The layer {self.name!r} has a frozen weight, which cannot be initialized again.")
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move the layer. Codes and scales keep their dtypes."""
-        kept = {name: buffer for name in BUFFERS if (buffer := self._buffers[name]) is not None}
-        super()._apply(fn, recurse)
-        for name, buffer in kept.items():
-            moved = self._buffers[name]
-            assert moved is not None
-            if moved.dtype != buffer.dtype:
-                self._buffers[name] = buffer.to(moved.device)
-        return self
 
 
 def freeze_base(model: nn.Module) -> dict[str, FrozenLinear]:

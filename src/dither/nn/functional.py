@@ -23,13 +23,13 @@ from dither.errors import UserError
 from dither.nn import fused
 from dither.nn.fused import KeptInputs, product_again
 from dither.nn.sharded import scales
-from dither.ops import INPUT_DTYPES, backend, dequantize_codes
-from dither.ops import torch_ops as torch_ops
+from dither.ops import INPUT_DTYPES, backend, dequantize_codes, torch_ops
 from dither.ops.backend import assume_constant_result
+from dither.ops.reference.loss import ROOM
 from dither.spec import OPERANDS, Cast, LayerPrecision, MemoryOptions, engines
 from dither.spec.formats import Format
 from dither.spec.levels import NO_LEVELS, Family, Levels
-from dither.spec.random import Stream
+from dither.spec.random import Draw, Stream
 
 
 class Casting(NamedTuple):
@@ -202,22 +202,8 @@ def make_settings(
         if cast is None:
             return Casting()
         if family is not None:
-            return _by_level(family, level)
-        container = engines.container(cast) if gpu and not emulate else cast.format
-        text, own = str(cast), container == cast.format
-        stored = text if own else str(Cast(container, cast.granularity, cast.scale))
-        kind = cast.scaling.kind
-        return Casting(
-            text,
-            stored,
-            "" if own else container,
-            stochastic=cast.round.kind == "stochastic",
-            delayed=kind == "delayed",
-            whole=kind != "nvfp4",
-            measured=cast.group.kind == "tensor" and kind != "delayed" and cast.element.nan,
-            fusible=own and text in fused.FUSIBLE,
-            square=cast.group.kind in ("tensor", "block") and kind != "nvfp4" and Format.parse(container).bits == 8,
-        )
+            return _casting(family.casts, family.container, level)
+        return _casting((cast,), engines.container(cast) if gpu and not emulate else cast.format)
 
     x, w, dy = (
         Castings(
@@ -232,19 +218,21 @@ def make_settings(
     return Settings(x, w, dy, transposed, emulate, ",".join(verified), memory.save, memory.hold, memory.swiglu)
 
 
-def _by_level(family: Family, level: int) -> Casting:
-    """Return the casting of an operand whose cast is chosen on the device."""
-    first = family.casts[0]
-    stored = Cast(family.container, first.granularity, first.scale)
+def _casting(casts: tuple[Cast, ...], container: str, level: int = -1) -> Casting:
+    """Return the casting of an operand whose codes have the format `container`; `level` chooses between several casts."""
+    first, kind = casts[0], casts[0].scaling.kind
+    text, own = "|".join(map(str, casts)), level < 0 and container == first.format
     return Casting(
-        str(family),
-        str(stored),
-        family.container,
-        stochastic=any(cast.round.kind == "stochastic" for cast in family.casts),
-        whole=True,
-        measured=first.group.kind == "tensor" and all(cast.element.nan for cast in family.casts),
+        text,
+        text if own else str(Cast(container, first.granularity, first.scale)),
+        "" if own else container,
+        stochastic=any(cast.round.kind == "stochastic" for cast in casts),
+        delayed=kind == "delayed",
+        whole=kind != "nvfp4",
+        measured=first.group.kind == "tensor" and kind != "delayed" and all(cast.element.nan for cast in casts),
         level=level,
-        square=first.group.kind in ("tensor", "block") and Format.parse(family.container).bits == 8,
+        fusible=own and text in fused.FUSIBLE,
+        square=first.group.kind in ("tensor", "block") and kind != "nvfp4" and Format.parse(container).bits == 8,
     )
 
 
@@ -488,6 +476,38 @@ def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: boo
     return y_MN.reshape(*x.shape[:-1], weight.shape[1])
 
 
+def aligned_linear(x: Tensor, weight_VD: Tensor) -> Tensor:
+    """Return `functional.linear(x, weight)`, [..., D] to [..., V], in rows that begin at multiples of 64 numbers in memory.
+
+    >>> import torch
+    >>> aligned_linear(torch.ones(2, 3, 8), torch.ones(5, 8)).stride()
+    (192, 64, 1)
+    """
+    result: Tensor = _AlignedLinear.apply(x, weight_VD)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _AlignedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_VD: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight_VD)
+        x_ND, V = x.flatten(0, -2), len(weight_VD)
+        logits_NV = x.new_empty(len(x_ND), -(-V // ROOM) * ROOM)[:, :V]
+        torch.mm(x_ND, weight_VD.T, out=logits_NV)
+        return logits_NV.view(*x.shape[:-1], V)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight_VD = ctx.saved_tensors
+        x_ND, grad_NV = x.flatten(0, -2), grad.flatten(0, -2)
+        needs_x, needs_weight = ctx.needs_input_grad
+        return (
+            (grad_NV @ weight_VD).view(x.shape) if needs_x else None,
+            grad_NV.T @ x_ND if needs_weight else None,
+        )
+
+
 def product(
     which: str,
     a: Codes,
@@ -702,17 +722,15 @@ def cast_memory(codes: OperandCodes) -> CastMemory:
 
 def cast_weight_again(weight: Tensor, casting: Castings, state: State, out: CastMemory) -> None:
     """Cast a weight into the memory of an earlier cast: both layouts, or one."""
-    (given, largest), drawn = state.weight_amax, draw_of(casting, state, 1, moved=False)
-    level = level_of(state.levels, casting.along)
-    along = casting.along
+    (given, largest), step = state.weight_amax, draw_of(casting, state, 1, moved=False)
+    along, level = casting.along, level_of(state.levels, casting.along)
+    draw = None if step is None else Draw(0, step, along.row, along.column)
     if len(out) == 3:
         values, scale, axis = out
-        one = (weight.detach(), along.cast, axis, given, along.container, drawn, (values, scale), level)
-        torch_ops.quantize_into(*one, (along.row, along.column))
-        return
-    torch_ops.quantize_both_into(
-        weight.detach(), along.cast, given, along.container, drawn, largest, out, level, (along.row, along.column)
-    )
+        memory = (values, scale)
+        torch_ops.cast_one(weight.detach(), along.cast, axis, given, along.container, draw, "auto", level, memory)
+    else:
+        torch_ops.cast_both(weight.detach(), along.cast, given, along.container, draw, "auto", level, out, largest)
 
 
 def draw_of(casting: Castings, state: State, operand: int, *, moved: bool = True) -> Tensor | None:
@@ -828,32 +846,18 @@ def cast_layouts(
             x, casting.cast, amax.given, casting.container, *drawn, "auto", level
         )
     else:
-        return _cast_each(x, casting, amax, drawn, along, across, level)
+        options = (amax.given, casting.container, *drawn, "auto", level)
+        one, other = None, None
+        if along:
+            one = Codes(*torch.ops.dither.quantize(x, casting.cast, 1, *options))
+        if across:
+            values, scale, tensor = torch.ops.dither.quantize(x, casting.cast, 0, *options)
+            other = Codes(values.T, transposed_scale(scale), tensor)
+        return OperandCodes(one, other)
     return OperandCodes(
         Codes(values, scale) if along else None,
         Codes(values_t.T, transposed_scale(scale_t)) if across else None,
     )
-
-
-def _cast_each(
-    x: Tensor,
-    casting: Casting,
-    amax: Amax,
-    drawn: tuple[int, Tensor | None, int, int],
-    along: bool,
-    across: bool,
-    level: Tensor | None,
-) -> OperandCodes:
-    """Cast one layout, or both by a call each."""
-    one, other = None, None
-    if along:
-        one = Codes(*torch.ops.dither.quantize(x, casting.cast, 1, amax.given, casting.container, *drawn, "auto", level))
-    if across:
-        values, scale, tensor = torch.ops.dither.quantize(
-            x, casting.cast, 0, amax.given, casting.container, *drawn, "auto", level
-        )
-        other = Codes(values.T, transposed_scale(scale), tensor)
-    return OperandCodes(one, other)
 
 
 def transposed_scale(scale: Tensor) -> Tensor:

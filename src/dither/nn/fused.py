@@ -1,7 +1,12 @@
-"""SwiGLU whose inputs are kept for backward as FP8 codes: silu(gate) * up, exact in forward.
+"""Casts in torch's operations, which a compiled graph joins with the kernel that computes the input or runs again in backward.
 
-Backward decodes the two inputs and computes from them both their own gradients and the product once more, which the weight
-gradient of the next layer reads. So it keeps 2 codes per element, and neither gate, nor up, nor their product.
+torch.compile decides what a graph saves for backward and what it computes again. It computes cheap operations of torch again,
+and never an operator of a library, unless a checkpoint around the operator asks for that. The input of such a cast is then
+saved only if it cannot be computed again: a norm and a product of activations can, from what their own gradients need.
+
+SwiGLU, silu(gate) * up, is exact in forward and can keep its inputs for backward as FP8 codes. Backward decodes them and
+computes from them both their own gradients and the product once more, which the weight gradient of the next layer reads. So it
+keeps 2 codes per element, and neither gate, nor up, nor their product.
 """
 
 from types import MappingProxyType
@@ -13,7 +18,6 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from dither.errors import UserError
-from dither.ops import torch_ops as torch_ops
 from dither.ops.reference.scales import power_of_two
 from dither.spec import SWIGLU_CAST
 

@@ -14,7 +14,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -27,17 +27,50 @@ from dither.nn.delayed import DelayedScales
 from dither.nn.draws import Draws
 from dither.nn.functional import Amax, Codes, OperandCodes, Settings, State, autocast_dtype
 from dither.nn.fused import KeptInputs
-from dither.nn.output import Output
 from dither.nn.sampling import BITWIDTHS, SAMPLED, SamplingConstants, Samplings
 from dither.nn.sharded import tensor_parallel
 from dither.nn.sharded.gather import WeightGather, coded_of
 from dither.nn.sharded.scales import spans_parts
-from dither.nn.sharded.tensor_parallel import local
 from dither.ops import backend, torch_ops
+from dither.ops.ranks import local, sharded_like
+from dither.ops.storage import DTYPES
 from dither.spec import COMPUTE, OPERANDS, LayerPrecision, MemoryOptions
 from dither.spec.engines import ALIGNMENT, engines_of
 from dither.spec.levels import NO_LEVELS, Levels, levels_of
 from dither.spec.levels import indices as level_indices
+from dither.spec.plan import Compute
+
+ALIGNED = 8
+"""Matrix units load 16 bytes at a time, 8 numbers of 16 bits. Rows with another alignment need slower kernels."""
+
+
+class Output(nn.Linear):
+    """`nn.Linear` without a bias that pads rows of logits in memory, so that products are fast with any vocabulary size.
+
+    GPT-2 has a vocabulary of 50,257. Rows of that many 16-bit numbers are not aligned as matrix units need them, in the
+    forward product and in the two products of the gradients. Here each row is followed by padding on a GPU. The numbers are the
+    same.
+
+    >>> import torch
+    >>> Output(8, 5)(torch.randn(2, 8)).shape
+    torch.Size([2, 5])
+    """
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map [..., in_features] to [..., out_features]."""
+        alone = type(input) is Tensor and type(self.weight) in (Tensor, nn.Parameter)  # a DTensor has products of its own
+        # Inductor pads products itself.
+        if torch.compiler.is_compiling() or not alone or not input.is_cuda or input.dim() < 2:
+            return super().forward(input)
+        dtype = autocast_dtype(input) or input.dtype
+        if self.out_features % ALIGNED == 0 or dtype not in (torch.bfloat16, torch.float16):
+            return super().forward(input)
+        with torch.autocast("cuda", enabled=False):
+            return functional.aligned_linear(input.to(dtype), self.weight.to(dtype))
+
 
 PLAIN = (nn.Linear.forward, Output.forward)
 """Forward methods of the layers that Linear can take the place of."""
@@ -46,23 +79,26 @@ BUFFERS = ("draw_place", "draw_keys", "levels", *delayed.BUFFERS)
 """Buffers of what the layer remembers from step to step, where its precision asks for them."""
 
 
+Fallback = Literal["error", "bf16", "emulate"]
+
+
 class Choice(NamedTuple):
-    """What a plan chose for a layer, and what runs."""
+    """The precision that a plan chose for a layer, and the one that runs."""
 
     planned: LayerPrecision = LayerPrecision()
     """The precision of the plan, also where a fallback replaces it."""
     running: LayerPrecision = LayerPrecision()
     """The precision in force."""
-    compute: Literal["fp32", "bf16", "fp16"] = "fp32"
+    compute: Compute = "fp32"
     """The dtype in which a step caches a sampled weight: that of autocast, or "fp32" for the weight's own."""
-    fallback: Literal["error", "bf16", "emulate"] = "error"
-    """What conversion does if no matrix units take the precision."""
+    fallback: Fallback = "error"
+    """Treatment of a precision that no matrix units take."""
     emulates: bool = False
     """True if dequantized numbers are multiplied in float32 because of the fallback."""
 
 
 class Program(NamedTuple):
-    """What follows from a choice, as constants of compiled code: layers of one size and one program share a graph."""
+    """The consequences of a choice, as constants of compiled code: layers of one size and one program share a graph."""
 
     settings: tuple[Settings, Settings]
     """The casts of the products, on a CPU and on a GPU."""
@@ -133,6 +169,8 @@ class Linear(nn.Linear):
     {'forward': 'fp32', 'input_grad': 'fp32', 'weight_grad': 'fp32'}
     """
 
+    KEPT_DTYPES: ClassVar[tuple[str, ...]] = BUFFERS
+    """Buffers whose dtypes do not change when the layer is converted to another dtype."""
     # Registered tensors, or None where the precision asks for none; those of delayed scaling are in `dither.nn.delayed`.
     bitwidth: nn.Parameter | None
     """b_i, float32, one per block of the weight as it is stored."""
@@ -187,7 +225,7 @@ class Linear(nn.Linear):
         name: str = "",
         seed: int = 0,
         emulate: bool = False,
-        compute: Literal["fp32", "bf16", "fp16"] = "fp32",
+        compute: Compute = "fp32",
         verified: Sequence[str] = (),
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
@@ -221,8 +259,9 @@ class Linear(nn.Linear):
         transposed = not isinstance(module, nn.Linear)
         if isinstance(module, Linear):
             raise UserError(f"The layer {name!r} is a dither.Linear already: change it with set_precision.")
-        taken = getattr(module, "nf", None) == weight.shape[1] if transposed and _is_matrix(weight) else not transposed
-        if not taken or not _is_matrix(weight) or (not transposed and type(module).forward not in PLAIN):
+        known = isinstance(weight, nn.Parameter) and weight.dim() == 2
+        known = known and (getattr(module, "nf", None) == weight.shape[1] if transposed else type(module).forward in PLAIN)
+        if not known:
             raise UserError(
                 f"The layer {name!r} is a {type(module).__name__}; dither.Linear takes the place of nn.Linear and of Conv1D."
             )
@@ -275,16 +314,6 @@ class Linear(nn.Linear):
     def precision(self) -> LayerPrecision:
         """The precision in force. Compiled code does not read it: it may change while the program stays the same."""
         return self.choice.running
-
-    @property
-    def planned(self) -> LayerPrecision:
-        """The precision of the plan."""
-        return self.choice.planned
-
-    @property
-    def compute(self) -> Literal["fp32", "bf16", "fp16"]:
-        """The dtype of the plan's uncast operations."""
-        return self.choice.compute
 
     def set_precision(self, precision: LayerPrecision, *, others: Iterable[LayerPrecision] = ()) -> None:
         """Change how operands are cast and sampled from the next call on: see `choose`."""
@@ -432,7 +461,7 @@ class Linear(nn.Linear):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move the layer. Magnitudes and bitwidths stay float32; what the step caches is dropped."""
-        kept = {name: buffer for name in BUFFERS if (buffer := self._buffers[name]) is not None}
+        kept = {name: buffer for name in self.KEPT_DTYPES if (buffer := self._buffers[name]) is not None}
         self.cache = StepCache(active=self.cache.active)
         bitwidths = [bitwidth for name in BITWIDTHS if (bitwidth := self._parameters[name]) is not None]
         bitwidths += [bitwidth.grad for bitwidth in bitwidths if bitwidth.grad is not None]  # type: ignore[misc]
@@ -602,7 +631,7 @@ class Linear(nn.Linear):
 
     def sample_dtype(self) -> torch.dtype:
         """Return the dtype in which a step caches a weight that is sampled and not cast."""
-        return sampling.AUTOCAST.get(self.program.compute, self.weight.dtype)
+        return self.weight.dtype if self.program.compute == "fp32" else DTYPES[self.program.compute]
 
     def in_float32(self, name: str, bitwidth: Tensor) -> Tensor:
         """Return the bitwidth as the forward pass reads it."""
@@ -661,7 +690,7 @@ class Linear(nn.Linear):
                 known = _with_sample(self.name, state, w_hat, constants)
                 return functional.linear(x, learner, self.bias, settings, state=known)
             bias = self.bias if dtype is None or self.bias is None else self.bias.to(dtype)
-            redo = sampling.Redo(weight, b_t, draw, constants) if constants.recompute else None
+            redo = (weight, b_t, draw, constants) if constants.recompute else None
             return sampling.linear(x if dtype is None else x.to(dtype), learner, bias, w_hat, redo, transposed=self.transposed)
         learner = sampling.gradient_of(weight, bitwidth, b_t, amax, draw, constants, weight.dtype)
         if state.weight is None:
@@ -683,7 +712,7 @@ class Linear(nn.Linear):
 
     def _sampled_shard(
         self, weight: DTensor, bitwidth: Tensor, draw: Tensor, constants: SamplingConstants, kept: torch.dtype
-    ) -> DTensor:
+    ) -> Tensor:
         """Return the sampled weight as tensor parallelism shards it: cached numbers if there are any, else sampled now."""
         w_hat, amax = self._cached_sample()
         if amax is None:
@@ -694,7 +723,7 @@ class Linear(nn.Linear):
         if uncast:
             assert w_hat is not None
             learner = sampling.with_value(learner, w_hat)
-        return sampling.sharded_like(learner, weight)
+        return sharded_like(weight, learner)
 
     # A step: the weight is sampled and cast once -----------------------------------------------------------------------
     # The first five run for every layer in every step, while the device may be waiting: they avoid torch's look-up of names.
@@ -749,7 +778,8 @@ class Linear(nn.Linear):
         if not settings.weight.cast:
             return
         if self.gather is not None:
-            settings = tensor_parallel.shard_at(settings, "weight", *self.gather.at)
+            row, column = self.gather.at
+            settings = tensor_parallel.shard_at(settings, "weight", row, column)
         elif isinstance(self.weight, DTensor):
             settings = tensor_parallel.weight_settings(self.name, self.weight, settings)
         state = State(
@@ -823,10 +853,6 @@ def rows_of(x: Tensor) -> int:
     return x.numel() // x.shape[-1] if x.shape[-1] else x.shape[:-1].numel()
 
 
-def _is_matrix(weight: object) -> bool:
-    return isinstance(weight, nn.Parameter) and weight.dim() == 2
-
-
 def _with_sample(name: str, state: State, w_hat: Tensor, constants: SamplingConstants) -> State:
     """Return the state of a call whose products read a sampled weight without casts."""
     if constants.recompute:
@@ -845,7 +871,7 @@ def _gathered_weight(name: str, weight: Tensor, w_hat: Tensor, x: Tensor) -> Ten
             "autocast as in training, or parallelize with gather='weights'."
         )
     value = sampling.with_value(local(weight), w_hat)
-    return sampling.sharded_like(value, weight) if isinstance(weight, DTensor) else value
+    return sharded_like(weight, value)
 
 
 SLOW = 4.0

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dither.errors import UserError
 from dither.nn import functional
-from dither.ops.reference.sampling import LN2, pow2, to_dtype
-from dither.spec import Cast, LayerPrecision, Sampling
+from dither.ops.ranks import offset_of, sharded_like
+from dither.ops.storage import DTYPES
+from dither.spec import COMPUTE, Cast, LayerPrecision, Sampling
 from dither.spec.bitwidths import safe_bitwidth
 
 BITWIDTHS = {"bitwidth": "sampling", "input_bitwidth": "input_sampling"}
@@ -29,11 +29,8 @@ BITWIDTHS = {"bitwidth": "sampling", "input_bitwidth": "input_sampling"}
 SAMPLED = {"sampling": "weight", "input_sampling": "input"}
 """The operand of each sampling of a LayerPrecision."""
 
-FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+FORMATS = {DTYPES[name]: name for name in COMPUTE}
 """Names of the dtypes of sampled numbers."""
-
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""The dtype of autocast for a plan's `compute`. Without autocast a weight keeps its own dtype."""
 
 
 class SamplingConstants(NamedTuple):
@@ -119,7 +116,7 @@ def _no_second_derivative() -> None:
 
 
 def sample(
-    weight: Tensor, b_t: Tensor, draw: Tensor, const: SamplingConstants, dtype: torch.dtype, at: tuple[int, int] = (0, 0)
+    weight: Tensor, b_t: Tensor, draw: Tensor, const: SamplingConstants, dtype: torch.dtype, at: tuple[int, ...] = (0, 0)
 ) -> tuple[Tensor, Tensor]:
     """Return w_hat [N, K] in `dtype`, and the largest magnitude per block. `at` is the position of a shard's first element."""
     w_hat, amax = torch.ops.dither.sample(weight.detach(), b_t, 0, draw, *at, const.kind, const.block, dtype, "auto")
@@ -134,7 +131,7 @@ def gradient_of(
     draw: Tensor,
     const: SamplingConstants,
     dtype: torch.dtype,
-    at: tuple[int, int] = (0, 0),
+    at: tuple[int, ...] = (0, 0),
 ) -> Tensor:
     """Return a tensor in the shape of w_hat, without memory, that passes its gradient to the weight and its bitwidths.
 
@@ -155,7 +152,7 @@ class _Sampled(torch.autograd.Function):
         b_t: Tensor,
         amax: Tensor | None,
         draw: Tensor,
-        at: tuple[int, int],
+        at: tuple[int, ...],
         const: SamplingConstants,
         dtype: torch.dtype,
     ) -> Tensor:
@@ -180,13 +177,8 @@ class _Sampled(torch.autograd.Function):
         return dw, _bitwidth_grad(db_t, bitwidth, const), *[None] * 6
 
 
-class Redo(NamedTuple):
-    """The arguments for sampling a weight again."""
-
-    weight: Tensor
-    b_t: Tensor
-    draw: Tensor
-    const: SamplingConstants
+Redo = tuple[Tensor, Tensor, Tensor, SamplingConstants]
+"""Weight, bitwidths, draw and constants, by which a weight is sampled again."""
 
 
 def linear(
@@ -238,16 +230,8 @@ class _Linear(torch.autograd.Function):
         return dx, dw, dbias, *[None] * 6
 
 
-class WeightShard(NamedTuple):
-    """This rank's part of a sharded weight, its bitwidths, and the position of its first element in the whole weight."""
-
-    weight: Tensor
-    bitwidth: Tensor
-    at: tuple[int, int]
-
-
-def shard_of(weight: DTensor, bitwidth: Tensor, const: SamplingConstants, name: str) -> WeightShard:
-    """Return this rank's part of a weight. Raise if a shard boundary splits a block."""
+def shard_of(weight: DTensor, bitwidth: Tensor, const: SamplingConstants, name: str) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """Return this rank's part of a weight, its bitwidths, and where it begins in the whole; raise if shards split a block."""
     # Check all shards and not only the local one, so that every rank raises.
     parts = list(weight.shape)
     for dimension, placement in enumerate(weight.placements):
@@ -259,31 +243,23 @@ def shard_of(weight: DTensor, bitwidth: Tensor, const: SamplingConstants, name: 
             f"{const.block} x {const.block}: shard it at multiples of {const.block}, use a smaller block, or leave "
             "the layer out of the sampling's parts."
         )
-    _, (row, column) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
     if not isinstance(bitwidth, DTensor):
         raise UserError(
             f"The weight of the layer {name!r} is sharded and its bitwidths are not: "
             "convert the model before it is parallelized, so that both are."
         )
     b_i = bitwidth.redistribute(weight.device_mesh, weight.placements).to_local()
-    return WeightShard(weight.to_local(), b_i, (row, column))
+    return weight.to_local(), b_i, offset_of(weight)
 
 
 def sample_sharded(
     weight: DTensor, bitwidth: Tensor, draw: Tensor, const: SamplingConstants, dtype: torch.dtype, name: str
-) -> DTensor:
+) -> Tensor:
     """Return w_hat of a sharded weight, sharded in the same way: every shard draws by its coordinates in the whole weight."""
     part, b_i, at = shard_of(weight, bitwidth, const, name)
     b_t = bitwidths(b_i, const)
     sampled: Tensor = _Sampled.apply(part, b_i, b_t, None, draw, at, const, dtype)  # type: ignore[no-untyped-call]
-    return sharded_like(sampled, weight)
-
-
-def sharded_like(part: Tensor, weight: DTensor) -> DTensor:
-    """Return this rank's part of a tensor in the shape and the placements of `weight`."""
-    return DTensor.from_local(
-        part, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
-    )
+    return sharded_like(weight, sampled)
 
 
 def with_value(learner: Tensor, w_hat: Tensor) -> Tensor:
@@ -313,41 +289,6 @@ def sample_input(
     return result
 
 
-# These are operators, so that compiled code rounds after each operation too.
-@torch.library.custom_op("dither::sample_input", mutates_args=())
-def _sample_input(x: Tensor, b_t: Tensor, draw: Tensor, kind: str, block: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return x_hat [M, K], and the largest magnitude of each block, float32[M, ceil(K / block)]."""
-    rows, columns = x.shape
-    amax = _groups(x.float().abs(), block).amax(dim=2)
-    r = torch.ops.dither.noise(0, draw, rows, columns, 0, 0, kind, "auto")
-    scale = (amax * pow2(1.0 - b_t)).repeat_interleave(block, dim=1)[:, :columns]
-    return to_dtype(torch.where(r == 0, x.float(), x.float() + r * scale), dtype), amax
-
-
-@_sample_input.register_fake
-def _(x: Tensor, b_t: Tensor, draw: Tensor, kind: str, block: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty((x.shape[0], b_t.shape[0]), dtype=torch.float32)
-
-
-@torch.library.custom_op("dither::sample_input_backward", mutates_args=())
-def _sample_input_backward(grad: Tensor, amax: Tensor, b_t: Tensor, draw: Tensor, kind: str, block: int) -> Tensor:
-    """Return the gradient of b_t: -ln 2 * 2^(1 - b_t) * the sum over tokens of max_block|x| * sum_block(dL/dx_hat * R)."""
-    r = torch.ops.dither.noise(0, draw, *grad.shape, 0, 0, kind, "auto")
-    sums = _groups(grad.float() * r, block).sum(dim=2)
-    return (amax * sums).sum(dim=0) * pow2(1.0 - b_t) * -LN2
-
-
-@_sample_input_backward.register_fake
-def _(grad: Tensor, amax: Tensor, b_t: Tensor, draw: Tensor, kind: str, block: int) -> Tensor:
-    return torch.empty_like(b_t)
-
-
-def _groups(x: Tensor, block: int) -> Tensor:
-    """Return x [M, K], padded with zeros, as [M, ceil(K / block), block]."""
-    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % block))
-    return padded.view(x.shape[0], padded.shape[1] // block, block)
-
-
 class _Input(torch.autograd.Function):
     """Noise on the input, with a straight-through gradient of x."""
 
@@ -355,7 +296,7 @@ class _Input(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, bitwidth: Tensor, b_t: Tensor, draw: Tensor, const: SamplingConstants, dtype: torch.dtype
     ) -> Tensor:
-        x_hat, amax = _sample_input(x.reshape(-1, x.shape[-1]), b_t, draw, const.kind, const.block, dtype)
+        x_hat, amax = torch.ops.dither.sample_input(x.reshape(-1, x.shape[-1]), b_t, draw, const.kind, const.block, dtype)
         ctx.save_for_backward(bitwidth, b_t, amax, draw)
         ctx.const, ctx.dtype = const, x.dtype
         result: Tensor = x_hat.view(x.shape)
@@ -368,6 +309,7 @@ class _Input(torch.autograd.Function):
         const: SamplingConstants = ctx.const
         db_i = None
         if ctx.needs_input_grad[1]:
-            db_t = _sample_input_backward(grad.reshape(-1, grad.shape[-1]), amax, b_t, draw, const.kind, const.block)
+            dy_MK = grad.reshape(-1, grad.shape[-1])
+            db_t = torch.ops.dither.sample_input_backward(dy_MK, amax, b_t, draw, const.kind, const.block)
             db_i = _bitwidth_grad(db_t, bitwidth, const)
         return grad.to(ctx.dtype), db_i, None, None, None, None

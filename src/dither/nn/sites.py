@@ -2,19 +2,16 @@
 
 import sys
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from torch import Tensor, nn
 
 from dither.nn import experts
 from dither.nn.experts import ExpertLinear, ExpertsLinear
 from dither.nn.layers import Conv1D, replace_module
-from dither.nn.linear import Linear
-from dither.nn.output import Output
+from dither.nn.linear import Fallback, Linear, Output
 from dither.ops import INPUT_DTYPES
 from dither.spec import LayerPrecision
-
-Fallback = Literal["error", "bf16", "emulate"]
 
 FALLBACKS: tuple[Fallback, ...] = get_args(Fallback)
 """Treatments of a layer that cannot run with the plan's casts."""

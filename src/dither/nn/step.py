@@ -1,15 +1,17 @@
-"""The step context of a training loop: it samples and casts weights once per optimizer step."""
+"""The step context of a training loop, which samples and casts weights once per optimizer step; passes without side effects."""
 
 import math
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dither.errors import UserError
@@ -19,7 +21,7 @@ from dither.nn.draws import FIRST_COUNTED, batch_rank, fully_sharded
 from dither.nn.linear import Linear
 from dither.nn.sampling import BITWIDTHS, SamplingConstants
 from dither.nn.sharded.gather import cache_shards
-from dither.nn.sharded.tensor_parallel import local
+from dither.ops.ranks import local
 
 B_T = {"bitwidth": "b_t", "input_bitwidth": "input_b_t"}
 """The attributes of a StepCache that have b_t, by the parameter that they follow from."""
@@ -304,6 +306,55 @@ def step_context(
             outer.resume()
         for layer, rows in now._counts:
             layer.draws.rows = rows
+
+
+# Passes without side effects ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Undo the side effects of the passes inside: restore gradients, buffers, generators and the layers, with their casts.
+
+    Gradients are None inside at first. Compiled blocks run uncompiled, and DistributedDataParallel reduces nothing.
+
+    >>> layer = nn.BatchNorm1d(2)
+    >>> with untouched(layer):
+    ...     layer(torch.ones(3, 2)).sum().backward()
+    >>> layer.weight.grad is None, layer.num_batches_tracked
+    (True, tensor(0))
+    """
+    reshard(model)
+    parameters = list(model.parameters())
+    gradients = [parameter.grad for parameter in parameters]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    layers = [(module, module.snapshot(), module.draws.counts) for module in model.modules() if isinstance(module, Linear)]
+    devices = sorted({parameter.device.index for parameter in parameters if parameter.is_cuda})
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if isinstance(model, DistributedDataParallel):
+            stack.enter_context(model.no_sync())
+        try:
+            for parameter in parameters:
+                parameter.grad = None
+            yield
+        finally:
+            reshard(model)
+            for layer, saved, counts in layers:
+                layer.restore(saved)
+                layer.draws.counts = counts
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            with torch.no_grad():
+                for buffer, values in buffers:  # each of them: batch norms change theirs without a new version
+                    buffer.copy_(values)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the whole weights that FSDP2 has gathered: after a forward pass without backward it keeps the outermost ones."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 # Casts of all weights as one CUDA graph -------------------------------------------------------------------------------

@@ -15,8 +15,7 @@ from dither.errors import UserError
 from dither.nn.experts import ExpertLinear
 from dither.nn.functional import autocast_dtype
 from dither.nn.linear import Linear
-from dither.nn.sharded.tensor_parallel import local, part_of
-from dither.nn.untouched import untouched
+from dither.nn.step import untouched
 from dither.numerics.counts import (
     COUNTS,
     EXPONENTS,
@@ -38,6 +37,7 @@ from dither.numerics.report import (
     WeightUpdate,
     percent,
 )
+from dither.ops.ranks import local, part_of
 from dither.ops.reference import scales as scaling
 from dither.ops.reference.adamw import FORMATS
 from dither.optim.adamw import AdamW

@@ -15,7 +15,7 @@ from dither.ops.backend import assume_constant_result
 from dither.ops.reference import sampling
 from dither.ops.reference import scales as scaling
 from dither.ops.torch_ops import check_finite
-from dither.spec import Cast, groups
+from dither.spec import NOISES, Cast, groups
 from dither.spec.formats import Format
 from dither.spec.random import Draw, check_backend, matrix_size
 from dither.spec.random import Stream as Stream
@@ -155,20 +155,11 @@ def quantize(
     (tensor([[ 33, 244]], dtype=torch.uint8), tensor([[2.]]))
     """
     cast, axis, draw = _prepare("quantize", x, cast, axis, stream, step, offset, amax)
-    arguments = _draw_arguments(draw)
-    values, scale, tensor_scale = torch.ops.dither.quantize(
-        x.detach(), str(cast), axis, amax, "", *arguments, check_backend(backend)
-    )
+    options = (*_draw_arguments(draw), check_backend(backend))
+    values, scale, tensor_scale = torch.ops.dither.quantize(x.detach(), str(cast), axis, amax, "", *options)
     _check_scales(x, cast, scale, measured=amax is None)
-    return Quantized(
-        values,
-        scale if cast.group.kind != "none" else None,
-        cast,
-        tuple(x.shape),
-        axis,
-        x.dtype,
-        tensor_scale if cast.scaling.kind == "nvfp4" else None,
-    )
+    scales = (scale if cast.group.kind != "none" else None, tensor_scale if cast.scaling.kind == "nvfp4" else None)
+    return Quantized(values, scales[0], cast, tuple(x.shape), axis, x.dtype, scales[1])
 
 
 def fake_quantize(
@@ -210,16 +201,8 @@ def quantize_both(
 
     Returns `quantize(x, cast, axis=-1)` and `quantize(x, cast, axis=0)`. The second result's `values` are [M, K] like `x`, and
     `values.T` is contiguous. `x` is read once if possible: scales per row need two passes, and so do scales per tensor unless
-    `amax` is given. With delayed scaling, `measured` is the largest magnitude of `x`.
-
-    Args:
-        x: A matrix [M, K], float32, bfloat16 or float16.
-        cast: A Cast or its text, with any scale but nvfp4.
-        stream: The source of random bits for stochastic casts.
-        step: The step at which to draw.
-        offset: Row and column of the first element of `x` in the whole tensor.
-        amax: 0-d float32, used in place of the tensor's own largest magnitude.
-        backend: auto, reference or kernel.
+    `amax` is given. With delayed scaling, `measured` is the largest magnitude of `x`. The cast has any scale but nvfp4; see
+    `quantize` for the other arguments.
 
     >>> import dither, torch
     >>> cast = dither.Cast("e4m3", "tensor", "delayed(16)")
@@ -280,7 +263,7 @@ class AmaxHistory:
         """Return the history with the largest magnitude of this step in front (0-d; all-reduce it over the ranks first)."""
         if not isinstance(amax, Tensor) or amax.dim() != 0:
             raise UserError(f"A history takes the largest magnitude of a step as a 0-d tensor, not {_described(amax)}.")
-        return AmaxHistory(scaling.push_amax(self.values, amax))
+        return AmaxHistory(torch.cat([amax.reshape(1), self.values[:-1]]))
 
 
 def amax(x: Tensor, *, backend: str = "auto") -> Tensor:
@@ -442,8 +425,8 @@ def _prepare(
 
 
 def _check_noise(kind: str) -> None:
-    if kind not in sampling.NOISES:
-        raise UserError(f"There is no noise {kind!r}: choose one of {', '.join(sampling.NOISES)}.")
+    if kind not in NOISES:
+        raise UserError(f"There is no noise {kind!r}: choose one of {', '.join(NOISES)}.")
 
 
 def _stream(stream: Stream, caller: str) -> Stream:

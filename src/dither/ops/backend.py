@@ -1,4 +1,4 @@
-"""What runs an operation: a kernel or its reference, on which device, compiled or not.
+"""Choose what runs an operation, a kernel or its reference; describe devices; mark functions for torch.compile.
 
 The marks for torch.compile do not import Dynamo, which takes longer to import than torch itself.
 """

@@ -8,6 +8,7 @@ after it, and so in backward. Otherwise it would run in forward, and save the re
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from dither.ops import storage
 from dither.ops.backend import implementation
 from dither.ops.reference.loss import gradients_like
 from dither.ops.reference.matmul import Operand
+from dither.ops.reference.sampling import LN2, pow2, to_dtype
 from dither.spec import Cast, Rounding, groups
 from dither.spec.formats import Format
 from dither.spec.random import Draw
@@ -41,22 +43,52 @@ def _container(name: str, cast: Cast) -> Format:
 LIBRARY = torch.library.Library("dither", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-def _operator(function: Callable[..., Any], mutates: tuple[str, ...] = ()) -> Any:
-    """Register a function `_NAME_op` without a gradient as `torch.ops.dither.NAME`. It changes the arguments named `mutates`.
+Register = Callable[[Callable[..., Any]], Any]
+"""A decorator that registers a function as an operator, and returns the operator."""
 
-    torch.library.custom_op would add 80 us per call, which is more than the kernels of a layer take.
+
+def operator(fake: Callable[..., Any], *, mutates: tuple[str, ...] = (), tags: Any = torch.Tag.pt2_compliant_tag) -> Register:
+    """Return a decorator that registers a function `_NAME_op` without a gradient as `torch.ops.dither.NAME`.
+
+    `fake` returns empty results for tensors without data, from those arguments of the operator that it names. The operator
+    changes the arguments named `mutates`. torch.library.custom_op would add 80 us per call, more than the kernels of a layer.
     """
-    name = function.__name__.removeprefix("_").removesuffix("_op")
-    schema = torch.library.infer_schema(function, mutates_args=mutates)
-    LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)  # type: ignore[no-untyped-call]
-    LIBRARY.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    return getattr(torch.ops.dither, name)
 
+    def register(function: Callable[..., Any]) -> Any:
+        name = _name_of(function)
+        schema = torch.library.infer_schema(function, mutates_args=mutates)
+        LIBRARY.define(name + schema, tags=tags)  # type: ignore[no-untyped-call]
+        LIBRARY.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        torch.library.register_fake(f"dither::{name}", _by_name(fake, function), lib=LIBRARY)
+        return getattr(torch.ops.dither, name)
 
-def _fake_of(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that registers the fake implementation of an operator, for tensors without data."""
-    register: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.library.register_fake(f"dither::{name}", lib=LIBRARY)
     return register
+
+
+def custom_operator(fake: Callable[..., Any]) -> Register:
+    """Do the same by torch.library.custom_op: backward through the operator runs its formula, or raises without one."""
+
+    def register(function: Callable[..., Any]) -> Any:
+        custom = torch.library.custom_op(f"dither::{_name_of(function)}", function, mutates_args=())
+        custom.register_fake(_by_name(fake, function))
+        return custom
+
+    return register
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return function.__name__.removeprefix("_").removesuffix("_op")
+
+
+def _by_name(fake: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with the arguments of `function` that passes on those that `fake` names."""
+    names, wanted = (tuple(inspect.signature(each).parameters) for each in (function, fake))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        return fake(*(given[name] for name in wanted))
+
+    return call
 
 
 def check_finite(x: Tensor, cast: Cast, nan_passes: bool, inf_passes: bool) -> None:
@@ -82,18 +114,13 @@ def _check_hidden_nan(x: Tensor, cast: Cast, amax: Tensor | None) -> None:
         check_finite(x, cast, nan_passes=False, inf_passes=False)
 
 
-@torch.library.custom_op("dither::random_bits", mutates_args=())
+@custom_operator(lambda step, rows, columns: step.new_empty((rows, columns), dtype=torch.int32))
 def _random_bits_op(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, width: int, backend: str) -> Tensor:
     code = implementation("philox", step.device, backend)
     return code.random_bits(Draw(key, step, row, column), rows, columns, width)  # type: ignore[no-any-return]
 
 
-@_random_bits_op.register_fake
-def _(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, width: int, backend: str) -> Tensor:
-    return step.new_empty((rows, columns), dtype=torch.int32)
-
-
-@torch.library.custom_op("dither::round_to", mutates_args=())
+@custom_operator(lambda x: x.new_empty(x.shape, dtype=torch.float32))
 def _round_to_op(
     x: Tensor,
     format: str,
@@ -110,22 +137,12 @@ def _round_to_op(
     return code.round_to(x, Format.parse(format), Rounding.parse(rounding), saturate, draw)  # type: ignore[no-any-return]
 
 
-@_round_to_op.register_fake
-def _(x: Tensor, *_: object, **__: object) -> Tensor:
-    return x.new_empty(x.shape, dtype=torch.float32)
-
-
-@torch.library.custom_op("dither::amax", mutates_args=())
+@custom_operator(lambda x: x.new_empty((), dtype=torch.float32))
 def _amax_op(x: Tensor, backend: str) -> Tensor:
     return implementation("quantize", x.device, backend).amax(x)  # type: ignore[no-any-return]
 
 
-@_amax_op.register_fake
-def _(x: Tensor, backend: str) -> Tensor:
-    return x.new_empty((), dtype=torch.float32)
-
-
-@_operator
+@operator(lambda a, b, dtype: a.new_empty((a.shape[0], b.shape[0]), dtype=dtype))
 def _product_op(
     a: Tensor,
     a_scale: Tensor | None,
@@ -151,27 +168,6 @@ def _product_op(
     return code.product(left, right, bias, dtype, **options)  # type: ignore[no-any-return]
 
 
-@_fake_of("product")
-def _(
-    a: Tensor,
-    a_scale: Tensor | None,
-    a_tensor: Tensor | None,
-    a_cast: str,
-    b: Tensor,
-    b_scale: Tensor | None,
-    b_tensor: Tensor | None,
-    b_cast: str,
-    length: int,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    fast: bool,
-    emulate: bool,
-    where: str,
-    verified: str = "",
-) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
-
-
 def _operand(values: Tensor, scale: Tensor | None, tensor: Tensor | None, text: str, length: int) -> Operand:
     if not text:
         return Operand(values, length=length)
@@ -183,7 +179,7 @@ def _operand(values: Tensor, scale: Tensor | None, tensor: Tensor | None, text: 
     return Operand(values, scale, tensor if cast.scaling.kind == "nvfp4" else None, cast, length)
 
 
-def _cast(
+def cast_one(
     x: Tensor,
     text: str,
     axis: int,
@@ -207,7 +203,7 @@ def _cast(
     return code.quantize(x, cast, axis, draw, amax, _container(container, cast), out)  # type: ignore[no-any-return]
 
 
-def _cast_both(
+def cast_both(
     x: Tensor,
     text: str,
     amax: Tensor | None,
@@ -218,7 +214,7 @@ def _cast_both(
     out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
     largest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return codes and scales of both layouts, as `_cast` does. `largest`, 0-d, is raised to the largest magnitude of x."""
+    """Return codes and scales of both layouts, as `cast_one` does. `largest`, 0-d, is raised to the largest magnitude of x."""
     if level is not None:
         code = implementation("levels", x.device, backend)
         return code.quantize_both(x, _casts(text), level, draw, amax, Format.parse(container), out)  # type: ignore[no-any-return]
@@ -228,7 +224,20 @@ def _cast_both(
     return code.quantize_both(x, cast, draw, amax, _container(container, cast), out, largest)  # type: ignore[no-any-return]
 
 
-@_operator
+def _empty_one(x: Tensor, cast: str, axis: int, container: str) -> tuple[Tensor, Tensor, Tensor]:
+    parsed = _casts(cast)[0]
+    values, scale = storage.empty_outputs(x, parsed, axis, _container(container, parsed))
+    return values, scale, x.new_empty(() if parsed.scaling.kind == "nvfp4" else (0,), dtype=torch.float32)
+
+
+def _empty_both(x: Tensor, cast: str, container: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    parsed = _casts(cast)[0]
+    stored = _container(container, parsed)
+    measured = x.new_empty(() if parsed.scaling.kind == "delayed" else (0,), dtype=torch.float32)
+    return (*storage.empty_outputs(x, parsed, 1, stored), *storage.empty_outputs(x, parsed, 0, stored), measured)
+
+
+@operator(_empty_one)
 def _quantize_op(
     x: Tensor,
     cast: str,
@@ -242,20 +251,11 @@ def _quantize_op(
     backend: str,
     level: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes and scales of one layout; see `_cast`."""
-    return _cast(x, cast, axis, amax, container, _draw_of(key, step, row, column), backend, level)
+    """Return codes and scales of one layout; see `cast_one`."""
+    return cast_one(x, cast, axis, amax, container, _draw_of(key, step, row, column), backend, level)
 
 
-@_fake_of("quantize")
-def _(
-    x: Tensor, cast: str, axis: int, amax: Tensor | None, container: str, *_: object, **__: object
-) -> tuple[Tensor, Tensor, Tensor]:
-    parsed = _casts(cast)[0]
-    values, scale = storage.empty_outputs(x, parsed, axis, _container(container, parsed))
-    return values, scale, x.new_empty(() if parsed.scaling.kind == "nvfp4" else (0,), dtype=torch.float32)
-
-
-@torch.library.custom_op("dither::dequantize", mutates_args=())
+@custom_operator(lambda values, shape, dtype: values.new_empty(shape, dtype=dtype))
 def _dequantize_op(
     values: Tensor,
     scale: Tensor,
@@ -272,21 +272,12 @@ def _dequantize_op(
     return code.dequantize(values, scale, tensor_scale, parsed, tuple(shape), axis, dtype)  # type: ignore[no-any-return]
 
 
-@_dequantize_op.register_fake
-def _(
-    values: Tensor,
-    scale: Tensor,
-    tensor_scale: Tensor,
-    cast: str,
-    shape: list[int],
-    axis: int,
-    dtype: torch.dtype,
-    backend: str,
-) -> Tensor:
-    return values.new_empty(shape, dtype=dtype)
+def _empty_values(x: Tensor, cast: str, axis: int) -> Tensor:
+    layout = groups.values_layout(tuple(x.shape), Cast.parse(cast), axis)
+    return layout.restore(torch.empty_like(layout.matrices(x)))
 
 
-@torch.library.custom_op("dither::fake_quantize", mutates_args=())
+@custom_operator(_empty_values)
 def _fake_quantize_op(
     x: Tensor,
     cast: str,
@@ -302,20 +293,10 @@ def _fake_quantize_op(
     return code.fake_quantize(x, Cast.parse(cast), axis, _draw_of(key, step, row, column), amax)  # type: ignore[no-any-return]
 
 
-@_fake_quantize_op.register_fake
-def _(x: Tensor, cast: str, axis: int, *_: object, **__: object) -> Tensor:
-    layout = groups.values_layout(tuple(x.shape), Cast.parse(cast), axis)
-    return layout.restore(torch.empty_like(layout.matrices(x)))
+_fake_quantize_op.register_autograd(lambda ctx, grad: (grad, *[None] * 8))  # straight-through
 
 
-def _straight_through(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return (grad, *[None] * 8)
-
-
-_fake_quantize_op.register_autograd(_straight_through)
-
-
-@_operator
+@operator(_empty_both)
 def _quantize_both_op(
     x: Tensor,
     cast: str,
@@ -328,21 +309,11 @@ def _quantize_both_op(
     backend: str,
     level: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return codes and scales of both layouts; see `_cast_both`."""
-    return _cast_both(x, cast, amax, container, _draw_of(key, step, row, column), backend, level)
+    """Return codes and scales of both layouts; see `cast_both`."""
+    return cast_both(x, cast, amax, container, _draw_of(key, step, row, column), backend, level)
 
 
-@_fake_of("quantize_both")
-def _(
-    x: Tensor, cast: str, amax: Tensor | None, container: str, *_: object, **__: object
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    parsed = _casts(cast)[0]
-    stored = _container(container, parsed)
-    measured = x.new_empty(() if parsed.scaling.kind == "delayed" else (0,), dtype=torch.float32)
-    return (*storage.empty_outputs(x, parsed, 1, stored), *storage.empty_outputs(x, parsed, 0, stored), measured)
-
-
-@functools.partial(_operator, mutates=("largest",))
+@operator(lambda x, cast, container: _empty_both(x, cast, container)[:4], mutates=("largest",))
 def _quantize_both_measured_op(
     x: Tensor,
     cast: str,
@@ -356,58 +327,24 @@ def _quantize_both_measured_op(
     largest: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Quantize along both axes with delayed scaling, and raise `largest` (0-d) to the largest magnitude of x."""
-    return _cast_both(x, cast, amax, container, _draw_of(key, step, row, column), backend, largest=largest)[:4]
-
-
-@_fake_of("quantize_both_measured")
-def _(
-    x: Tensor, cast: str, amax: Tensor | None, container: str, *_: object, **__: object
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    parsed = Cast.parse(cast)
-    stored = _container(container, parsed)
-    return (*storage.empty_outputs(x, parsed, 1, stored), *storage.empty_outputs(x, parsed, 0, stored))
-
-
-def quantize_both_into(
-    x: Tensor,
-    cast: str,
-    amax: Tensor | None,
-    container: str,
-    step: Tensor | None,
-    largest: Tensor | None,
-    out: tuple[Tensor, Tensor, Tensor, Tensor],
-    level: Tensor | None = None,
-    at: tuple[int, int] = (0, 0),
-) -> None:
-    """Write the results of `quantize_both` into `out`. This is not an operator, since it is never traced."""
-    _cast_both(x, cast, amax, container, _draw_of(0, step, *at), "auto", level, out, largest)
+    return cast_both(x, cast, amax, container, _draw_of(key, step, row, column), backend, largest=largest)[:4]
 
 
 # Sampled weights -------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("dither::noise", mutates_args=())
+@custom_operator(lambda step, rows, columns: step.new_empty((rows, columns), dtype=torch.float32))
 def _noise_op(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, kind: str, backend: str) -> Tensor:
     """Return the noise R of a weight, float32[rows, columns]; see `dither.ops.reference.sampling`."""
     code = implementation("sampling", step.device, backend)
     return code.noise(Draw(key, step, row, column), rows, columns, kind)  # type: ignore[no-any-return]
 
 
-@_noise_op.register_fake
-def _(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, kind: str, backend: str) -> Tensor:
-    return step.new_empty((rows, columns), dtype=torch.float32)
-
-
-@torch.library.custom_op("dither::packed_noise", mutates_args=())
+@custom_operator(lambda step, rows, columns: step.new_empty((rows, (columns + 7) // 8), dtype=torch.int32))
 def _packed_noise_op(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, kind: str, backend: str) -> Tensor:
     """Return the same R with 4 bits per value, sign and magnitude: int32[rows, ceil(columns / 8)]."""
     code = implementation("sampling", step.device, backend)
     return code.packed_noise(Draw(key, step, row, column), rows, columns, kind)  # type: ignore[no-any-return]
-
-
-@_packed_noise_op.register_fake
-def _(key: int, step: Tensor, rows: int, columns: int, row: int, column: int, kind: str, backend: str) -> Tensor:
-    return step.new_empty((rows, (columns + 7) // 8), dtype=torch.int32)
 
 
 def _corner(key: int, step: Tensor, row: int, column: int, block: int) -> Draw:
@@ -417,7 +354,7 @@ def _corner(key: int, step: Tensor, row: int, column: int, block: int) -> Draw:
     return Draw(key, step, row, column)
 
 
-@torch.library.custom_op("dither::sample", mutates_args=())
+@custom_operator(lambda w, b_t, dtype: (w.new_empty(w.shape, dtype=dtype), torch.empty_like(b_t)))
 def _sample_op(
     w: Tensor,
     b_t: Tensor,
@@ -437,51 +374,25 @@ def _sample_op(
     return w_hat.clone() if w_hat is w else w_hat, amax
 
 
-@_sample_op.register_fake
-def _(
-    w: Tensor,
-    b_t: Tensor,
-    key: int,
-    step: Tensor,
-    row: int,
-    column: int,
-    kind: str,
-    block: int,
-    dtype: torch.dtype,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    return w.new_empty(w.shape, dtype=dtype), torch.empty_like(b_t)
-
-
 def sample_into(w: Tensor, b_t: Tensor, step: Tensor, kind: str, block: int, out: tuple[Tensor, Tensor]) -> None:
     """Write the results of `sample` into `out`; the first tensor has the dtype of w_hat."""
     implementation("sampling", w.device, "auto").sample(w, b_t, Draw(0, step), kind, block, out[0].dtype, out)
 
 
-@_operator
+@operator(lambda w, dtype: w.new_empty(w.shape, dtype=dtype))
 def _resample_op(w: Tensor, b_t: Tensor, step: Tensor, kind: str, block: int, dtype: torch.dtype, after: Tensor) -> Tensor:
     """Sample w_hat again in backward. `after`, a gradient, is not read: it keeps a compiler from merging this with forward."""
     w_hat: Tensor = _sample_op(w, b_t, 0, step, 0, 0, kind, block, dtype, "auto")[0]
     return w_hat
 
 
-@_fake_of("resample")
-def _(w: Tensor, b_t: Tensor, step: Tensor, kind: str, block: int, dtype: torch.dtype, after: Tensor) -> Tensor:
-    return w.new_empty(w.shape, dtype=dtype)
-
-
-@_operator
+@operator(lambda bitwidth: torch.empty_like(bitwidth))
 def _bitwidths_op(bitwidth: Tensor, b_init: float, b_target: float, limit: float) -> Tensor:
     """Return b_t. It is an operator because compiled code would fuse the product and the sum, and round only once."""
     return bitwidth.mul(b_init - b_target).add_(b_target).clamp_(max=limit)
 
 
-@_fake_of("bitwidths")
-def _(bitwidth: Tensor, b_init: float, b_target: float, limit: float) -> Tensor:
-    return torch.empty_like(bitwidth)
-
-
-@_operator
+@operator(lambda grad, b_t, dtype: (grad.new_empty(grad.shape, dtype=dtype), torch.empty_like(b_t)))
 def _sample_backward_op(
     grad: Tensor,
     amax: Tensor,
@@ -501,24 +412,7 @@ def _sample_backward_op(
     return grad_w.clone(memory_format=torch.contiguous_format) if grad_w is grad else grad_w, grad_b_t
 
 
-@_fake_of("sample_backward")
-def _(
-    grad: Tensor,
-    amax: Tensor,
-    b_t: Tensor,
-    key: int,
-    step: Tensor,
-    row: int,
-    column: int,
-    kind: str,
-    block: int,
-    dtype: torch.dtype,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    return grad.new_empty(grad.shape, dtype=dtype), torch.empty_like(b_t)
-
-
-@_operator
+@operator(lambda b_t: torch.empty_like(b_t))
 def _bitwidth_grad_op(
     grad: Tensor,
     amax: Tensor,
@@ -534,11 +428,6 @@ def _bitwidth_grad_op(
     """Return the gradient of b_t only, for the case that the gradient of w is that of w_hat."""
     code = implementation("sampling", grad.device, backend)
     return code.bitwidth_grad(grad, amax, b_t, _corner(key, step, row, column, block), kind, block)  # type: ignore[no-any-return]
-
-
-@_fake_of("bitwidth_grad")
-def _(grad: Tensor, amax: Tensor, b_t: Tensor, *_: object, **__: object) -> Tensor:
-    return torch.empty_like(b_t)
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -561,6 +450,41 @@ def _sample_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None,
 _sample_op.register_autograd(_sample_gradients, setup_context=_keep_for_backward)
 
 
+def _empty_sample_input(x: Tensor, b_t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty((x.shape[0], b_t.shape[0]), dtype=torch.float32)
+
+
+# These two are operators, so that compiled code rounds after each operation too.
+@custom_operator(_empty_sample_input)
+def _sample_input_op(x: Tensor, b_t: Tensor, draw: Tensor, kind: str, block: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return x_hat [M, K], and the largest magnitude of each block, float32[M, ceil(K / block)]."""
+    rows, columns = x.shape
+    amax = _in_blocks(x.float().abs(), block).amax(dim=2)
+    r = torch.ops.dither.noise(0, draw, rows, columns, 0, 0, kind, "auto")
+    scale = (amax * pow2(1.0 - b_t)).repeat_interleave(block, dim=1)[:, :columns]
+    return to_dtype(torch.where(r == 0, x.float(), x.float() + r * scale), dtype), amax
+
+
+@custom_operator(lambda b_t: torch.empty_like(b_t))
+def _sample_input_backward_op(grad: Tensor, amax: Tensor, b_t: Tensor, draw: Tensor, kind: str, block: int) -> Tensor:
+    """Return the gradient of b_t: -ln 2 * 2^(1 - b_t) * the sum over tokens of max_block|x| * sum_block(dL/dx_hat * R)."""
+    r = torch.ops.dither.noise(0, draw, *grad.shape, 0, 0, kind, "auto")
+    sums = _in_blocks(grad.float() * r, block).sum(dim=2)
+    return (amax * sums).sum(dim=0) * pow2(1.0 - b_t) * -LN2
+
+
+def _in_blocks(x: Tensor, block: int) -> Tensor:
+    """Return x [M, K], padded with zeros, as [M, ceil(K / block), block]."""
+    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % block))
+    return padded.view(x.shape[0], padded.shape[1] // block, block)
+
+
+def _empty_apart(x: Tensor, along: str, across: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    one, other = Cast.parse(along), Cast.parse(across)
+    return (*storage.empty_outputs(x, one, 1, one.element), *storage.empty_outputs(x, other, 0, other.element))
+
+
+@operator(_empty_apart)
 def _quantize_apart_op(x: Tensor, along: str, across: str, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return codes and scales by `along` along axis 1, and by `across` along axis 0; see `reference.quantize`."""
     casts = Cast.parse(along), Cast.parse(across)
@@ -570,49 +494,25 @@ def _quantize_apart_op(x: Tensor, along: str, across: str, backend: str) -> tupl
     return code.quantize_apart(x, *casts)  # type: ignore[no-any-return]
 
 
-_operator(_quantize_apart_op)
-
-
-@_fake_of("quantize_apart")
-def _(x: Tensor, along: str, across: str, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    one, other = Cast.parse(along), Cast.parse(across)
-    return (*storage.empty_outputs(x, one, 1, one.element), *storage.empty_outputs(x, other, 0, other.element))
-
-
-@_operator
+@operator(lambda amax: (torch.empty_like(amax), torch.empty_like(amax)))
 def _tensor_factors_op(amax: Tensor, cast: str) -> tuple[Tensor, Tensor]:
     """Return (factor that elements are multiplied by, stored scale), 0-d float32 each, of a tensor with one float32 scale."""
     return implementation("scales", amax.device, "auto").tensor_factors(amax, Cast.parse(cast))  # type: ignore[no-any-return]
 
 
-@_fake_of("tensor_factors")
-def _(amax: Tensor, cast: str) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(amax), torch.empty_like(amax)
-
-
-@_operator
+@operator(lambda codes: codes.new_empty((codes.shape[1], codes.shape[0])))
 def _transposed_op(codes: Tensor, after: Tensor | None) -> Tensor:
     """Return the transpose of a matrix of codes or scales, contiguous."""
     return implementation("quantize", codes.device, "auto").transposed(codes)  # type: ignore[no-any-return]
 
 
-@_fake_of("transposed")
-def _(codes: Tensor, after: Tensor | None) -> Tensor:
-    return codes.new_empty((codes.shape[1], codes.shape[0]))
-
-
-@_operator
+@operator(lambda exponents: torch.empty_like(exponents, dtype=torch.float32))
 def _scales_later_op(exponents: Tensor, after: Tensor) -> Tensor:
     """Return the float32 values of E8M0 scales, which come as uint8."""
     return exponents.view(torch.float8_e8m0fnu).float()
 
 
-@_fake_of("scales_later")
-def _(exponents: Tensor, after: Tensor) -> Tensor:
-    return torch.empty_like(exponents, dtype=torch.float32)
-
-
-@_operator
+@operator(_empty_one)
 def _quantize_later_op(
     x: Tensor,
     cast: str,
@@ -626,80 +526,39 @@ def _quantize_later_op(
     after: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `quantize` does, in backward."""
-    codes: tuple[Tensor, Tensor, Tensor] = _quantize_op(x, cast, axis, amax, container, 0, step, row, column, "auto", level)
-    return codes
+    return cast_one(x, cast, axis, amax, container, _draw_of(0, step, row, column), "auto", level)
 
 
-@_fake_of("quantize_later")
-def _(
-    x: Tensor, cast: str, axis: int, amax: Tensor | None, container: str, *_: object, **__: object
-) -> tuple[Tensor, Tensor, Tensor]:
-    parsed = _casts(cast)[0]
-    values, scale = storage.empty_outputs(x, parsed, axis, _container(container, parsed))
-    return values, scale, x.new_empty(() if parsed.scaling.kind == "nvfp4" else (0,), dtype=torch.float32)
+def _empty_losses(logits: Tensor) -> tuple[Tensor, Tensor]:
+    rows = logits.shape[0]
+    return logits.new_empty(rows, dtype=torch.float32), logits.new_empty((2, rows), dtype=torch.float32)
 
 
-def quantize_into(
-    x: Tensor,
-    cast: str,
-    axis: int,
-    amax: Tensor | None,
-    container: str,
-    step: Tensor | None,
-    out: tuple[Tensor, Tensor],
-    level: Tensor | None = None,
-    at: tuple[int, int] = (0, 0),
-) -> None:
-    """Write codes and scales of one layout into `out`. This is not an operator, since it is never traced."""
-    _cast(x, cast, axis, amax, container, _draw_of(0, step, *at), "auto", level, out)
-
-
-@_operator
+@operator(_empty_losses)
 def _cross_entropy_forward_op(logits: Tensor, targets: Tensor, backend: str) -> tuple[Tensor, Tensor]:
     """Return losses [N] of logits [N, V], and the parts of their logsumexp [2, N]; see `dither.ops.reference.loss`."""
     return implementation("loss", logits.device, backend).forward(logits, targets)  # type: ignore[no-any-return]
 
 
-@_fake_of("cross_entropy_forward")
-def _(logits: Tensor, targets: Tensor, backend: str) -> tuple[Tensor, Tensor]:
-    rows = logits.shape[0]
-    return logits.new_empty(rows, dtype=torch.float32), logits.new_empty((2, rows), dtype=torch.float32)
-
-
-@_operator
+@operator(lambda logits: gradients_like(logits))
 def _cross_entropy_backward_op(logits: Tensor, targets: Tensor, parts: Tensor, weights: Tensor, backend: str) -> Tensor:
     """Return the gradient of the logits, from `weights` [N], the gradient of the losses."""
     return implementation("loss", logits.device, backend).backward(logits, targets, parts, weights)  # type: ignore[no-any-return]
 
 
-@_fake_of("cross_entropy_backward")
-def _(logits: Tensor, targets: Tensor, parts: Tensor, weights: Tensor, backend: str) -> Tensor:
-    return gradients_like(logits)
-
-
-def empty_codes(rows: int, words: int, cast: Cast, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return memory for the codes [V, M] and scales along the rows of all gradients of a batch, as products read them."""
-    like = torch.empty((rows, words), device="meta")
-    values, scale = storage.empty_outputs(like, cast, 0, cast.element)
-    values, scale = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device) for x in (values, scale))
-    return values.T, scale.T if scale.dim() == 2 else scale
-
-
-@_operator
-def _empty_gradient_codes_op(logits: Tensor, cast: str) -> tuple[Tensor, Tensor]:
-    """Return `empty_codes` for the gradient of logits; an operator, so that compiled code need not trace the parser."""
-    rows, words = logits.shape
-    return empty_codes(rows, words, Cast.parse(cast), logits.device)
-
-
-@_fake_of("empty_gradient_codes")
-def _(logits: Tensor, cast: str) -> tuple[Tensor, Tensor]:
+def _empty_gradient_codes(logits: Tensor, cast: str) -> tuple[Tensor, Tensor]:
     parsed = Cast.parse(cast)
     values, scale = storage.empty_outputs(logits, parsed, 0, parsed.element)
     return values.T, scale.T if scale.dim() == 2 else scale
 
 
-@functools.partial(_operator, mutates=("values_t", "scale_t"))
+@operator(_empty_gradient_codes)
+def _empty_gradient_codes_op(logits: Tensor, cast: str) -> tuple[Tensor, Tensor]:
+    """Return memory for the codes [V, N] and scales along the rows of the gradients of logits [N, V], as products read them."""
+    return _empty_gradient_codes(logits, cast)
+
+
+@operator(lambda logits, cast: _empty_one(logits, cast, 1, "")[:2], mutates=("values_t", "scale_t"))
 def _cross_entropy_codes_op(
     logits: Tensor,
     targets: Tensor,
@@ -713,16 +572,5 @@ def _cross_entropy_codes_op(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Return the codes and scales of the gradient of some logits; write those of its transpose to `values_t` and `scale_t`."""
-    code = implementation("loss", logits.device, backend)
-    result: tuple[Tensor, Tensor] = code.backward_codes(
-        logits, targets, parts, weights, amax, Cast.parse(cast), first, (values_t, scale_t)
-    )
-    return result
-
-
-@_fake_of("cross_entropy_codes")
-def _(
-    logits: Tensor, targets: Tensor, parts: Tensor, weights: Tensor, amax: Tensor, cast: str, *_: object, **__: object
-) -> tuple[Tensor, Tensor]:
-    parsed = Cast.parse(cast)
-    return storage.empty_outputs(logits, parsed, 1, parsed.element)
+    code, parsed = implementation("loss", logits.device, backend), Cast.parse(cast)
+    return code.backward_codes(logits, targets, parts, weights, amax, parsed, first, (values_t, scale_t))  # type: ignore[no-any-return]

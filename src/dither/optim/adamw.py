@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from dither.errors import DitherError, UserError
-from dither.nn.sharded.geometry import as_matrix
-from dither.nn.sharded.tensor_parallel import local
 from dither.ops.backend import disable
+from dither.ops.ranks import as_matrix, local
 from dither.ops.reference.adamw import FORMATS
 from dither.optim import foreign, states
 from dither.optim.batches import Arrangement, Batches

@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
-from dither.nn.sharded.geometry import as_matrix, reduce_cuts, shards, spread_over
-from dither.nn.sharded.tensor_parallel import local
 from dither.ops.backend import implementation
+from dither.ops.ranks import as_matrix, local, reduce_shards, shards, spread_over
 from dither.ops.reference.adamw import Piece, second_moment
 from dither.optim.groups import Member, check_numbers, read_numbers
 from dither.optim.states import EXTRA, OWN, State
@@ -74,7 +73,7 @@ class Arrangement:
         for batch in self.batches:
             sums[spread_over(batch.parameter)][0].add_(batch.code.square_sum(batch.gradients(matrices)))
         for total, parameter in sums.values():
-            reduce_cuts(total, parameter)
+            reduce_shards(total, parameter)
         whole = torch.stack([total for total, _ in sums.values()]).sum()
         if stages is not None:
             torch.distributed.all_reduce(whole, group=stages)
@@ -109,7 +108,7 @@ class Arrangement:
             groups.setdefault(spread_over(member.parameter), []).append(member)
         for members in groups.values():
             together = torch.cat([sums[member.index] for member in members])
-            reduce_cuts(together, members[0].parameter)
+            reduce_shards(together, members[0].parameter)
             totals = torch.split(together, [sums[member.index].numel() for member in members])
             for member, total in zip(members, totals, strict=True):
                 v, columns = self.shared[member], member.parameter.shape[-1] if member.parameter.dim() else 1

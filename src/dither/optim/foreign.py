@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
-from dither.nn.sharded.geometry import like
-from dither.nn.sharded.tensor_parallel import local
+from dither.ops.ranks import local, sharded_like
 from dither.ops.reference import state_maps
 from dither.ops.reference.adamw import store_state
 from dither.optim.groups import MEANING, PREVIOUS, Member
@@ -193,8 +192,8 @@ def torch_state_dict(optimizer: Exportable) -> dict[str, Any]:
             moments = optimizer.moments(member.parameter)
             state[member.index] = {
                 "step": torch.tensor(float(moments.step)),
-                "exp_avg": like(member.parameter, moments.m.clone()),
-                "exp_avg_sq": like(member.parameter, moments.v.clone()),
+                "exp_avg": sharded_like(member.parameter, moments.m.clone()),
+                "exp_avg_sq": sharded_like(member.parameter, moments.v.clone()),
             }
     fixed = {"amsgrad": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None}
     fixed["decoupled_weight_decay"] = True

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
-from dither.nn.sharded.geometry import shards
-from dither.nn.sharded.tensor_parallel import local
+from dither.ops.ranks import local, shards
 from dither.ops.reference.adamw import FORMATS, LOW
 from dither.optim.roles import Role, role_of, sections
 from dither.spec.modes import MOST_NORM

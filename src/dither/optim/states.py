@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
-from dither.nn.sharded.geometry import as_matrix, like, shards
-from dither.nn.sharded.tensor_parallel import local
+from dither.ops.ranks import as_matrix, local, sharded_like, shards
 from dither.ops.reference import adamw as reference
 from dither.ops.reference.adamw import load_state, store_state, zero_state
 from dither.optim.groups import Member
@@ -110,7 +109,7 @@ def encode(moments: Moments, member: Member) -> State:
     state: State = {"step": count_of(moments.step, member.name).to(device)}
     for (key, signed), moment in zip(MOMENTS.items(), (moments.m, moments.v), strict=True):
         if member.role is not None and key == "exp_avg_sq":
-            placed = like(member.parameter, moment)
+            placed = sharded_like(member.parameter, moment)
             whole = member.oriented(placed.full_tensor() if isinstance(placed, DTensor) else placed)
             rows = whole.reshape(matrix_size(whole)).double()
             means = [rows[start:end].reshape((end - start) // run, -1).mean(1) for start, end, run in member.sections]
@@ -127,10 +126,10 @@ def encode(moments: Moments, member: Member) -> State:
 def _placed(member: Member, key: str, values: Tensor, scale: Tensor | None) -> dict[str, Tensor]:
     """Return the storage of a moment, a matrix and its scales, in the parameter's shape and placement."""
     shape = member.oriented(local(member.parameter)).shape
-    state = {key: like(member.parameter, values.view(shape))}
+    state = {key: sharded_like(member.parameter, values.view(shape))}
     if scale is not None:
         blocks = math.ceil(member.parameter.shape[-1] / member.update.block)
-        state[f"{key}_scale"] = like(member.parameter, scale.view(*shape[:-1], scale.shape[-1]), blocks)
+        state[f"{key}_scale"] = sharded_like(member.parameter, scale.view(*shape[:-1], scale.shape[-1]), blocks)
     return state
 
 
@@ -149,7 +148,7 @@ def _extra(member: Member, old: Mapping[str, Any], v: Tensor | None = None) -> d
     part, update = local(member.parameter.detach()), member.update
 
     def kept(x: Tensor) -> Tensor:
-        return like(member.parameter, member.oriented(x).clone(memory_format=torch.contiguous_format))
+        return sharded_like(member.parameter, member.oriented(x).clone(memory_format=torch.contiguous_format))
 
     if update.master:
         wide = wide_weight(old, member).contiguous()

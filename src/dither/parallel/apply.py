@@ -9,21 +9,20 @@ from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from dither.errors import UserError
 from dither.nn.compile import find_blocks
 from dither.nn.linear import Linear
-from dither.nn.sampling import sharded_like
 from dither.nn.sharded.gather import CodedShard, WeightGather, gather_problem
 from dither.nn.sharded.scales import RowShard
-from dither.nn.sharded.tensor_parallel import local
+from dither.ops.ranks import local, offset_of, sharded_like
 from dither.parallel.layout import Layout
-from dither.parallel.reduction import REDUCTIONS, BFloat16ReduceScatter, OneRankReduceScatter
+from dither.parallel.reduction import BFloat16ReduceScatter, OneRankReduceScatter
 from dither.parallel.roles import check_model, is_transformers, roles
 from dither.parallel.styles import Style
+from dither.spec.modes import GRADIENTS
 from dither.spec.random import Stream
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -88,12 +87,10 @@ def parallelize(
     """
     if not isinstance(model, nn.Module):
         raise UserError(f"parallelize takes a torch.nn.Module, not {model!r}.")
-    if checkpointing not in CHECKPOINTING:
-        raise UserError(f"checkpointing is one of {', '.join(map(repr, CHECKPOINTING))}, not {checkpointing!r}.")
-    if gather not in GATHERS:
-        raise UserError(f"gather is one of {', '.join(map(repr, GATHERS))}, not {gather!r}.")
-    if reduce not in REDUCTIONS:
-        raise UserError(f"reduce is one of {', '.join(map(repr, REDUCTIONS))}, not {reduce!r}.")
+    chosen = {"checkpointing": (checkpointing, CHECKPOINTING), "gather": (gather, GATHERS), "reduce": (reduce, GRADIENTS)}
+    for name, (value, choices) in chosen.items():
+        if value not in choices:
+            raise UserError(f"{name} is one of {', '.join(map(repr, choices))}, not {value!r}.")
     layout = Layout.of(mesh)
     check_model(model, tp=layout.tp)
     if layout.tp > 1:
@@ -149,20 +146,14 @@ def gather_codes(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) 
         weight = layer._parameters.get("weight") if isinstance(layer, Linear) else None
         if not isinstance(layer, Linear) or weight is None or layer.precision.plain or name in shared:
             continue
-        at = (0, 0)
-        if isinstance(weight, DTensor):
-            _, (row, column) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-            at = (row, column)
         part = local(weight.detach())
         shard = RowShard(part.shape[0], shard_mesh.size(), shard_mesh.get_local_rank())
-        gather = WeightGather(layer, shard, shard_mesh.get_group(), at, dtype)
+        gather = WeightGather(layer, shard, shard_mesh.get_group(), offset_of(weight), dtype)
         if gather_problem(gather):
             continue
         layer.gather = gather
-        coded: Tensor = CodedShard.of(part, gather, sticky=isinstance(weight, DTensor))
-        if isinstance(weight, DTensor):
-            coded = sharded_like(coded, weight)
-        layer.weight = nn.Parameter(coded, requires_grad=weight.requires_grad)
+        coded = CodedShard.of(part, gather, sticky=isinstance(weight, DTensor))
+        layer.weight = nn.Parameter(sharded_like(weight, coded), requires_grad=weight.requires_grad)
 
 
 def gathered(model: nn.Module) -> dict[str, str]:

@@ -12,9 +12,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from dither.errors import UserError
 from dither.spec.random import Stream
 
-REDUCTIONS = ("fp32", "bf16", "bf16-sr")
-"""Exchanges of gradients: in float32, or in bfloat16 rounded to nearest or stochastically. Sums are float32 in all of them."""
-
 
 class OneRankReduceScatter(ReduceScatter):
     """The exchange over one rank: FSDP2 copies gradients into a buffer, and this spares it the copy into a second one.

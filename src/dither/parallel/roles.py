@@ -68,7 +68,7 @@ def roles(model: nn.Module) -> dict[str, Role]:
     found = {
         f"{name}.{child}" if name and child else name or child: role
         for name, module in model.named_modules()
-        for child, role in _own(module)
+        for child, role in next((own for kind, own in OWN.items() if isinstance(module, kind)), {}).items()
         if not child or getattr(module, child, None) is not None
     }
     if not any(role.kind in ("column", "row") for role in found.values()):
@@ -79,29 +79,21 @@ def roles(model: nn.Module) -> dict[str, Role]:
     return found
 
 
-def _own(module: nn.Module) -> Iterator[tuple[str, Role]]:
-    """Yield (name of a child, or "" for the module itself; its role) for a module of this library's models."""
-    column, row, norm = Role("column"), Role("row"), Role("norm")
-    if isinstance(module, llama.Attention):
-        yield from (("", Role("input")), ("q_proj", column), ("k_proj", column), ("v_proj", column), ("o_proj", row))
-    elif isinstance(module, llama.MLP):
-        yield from (("", Role("input")), ("gate_proj", column), ("up_proj", column), ("down_proj", row))
-    elif isinstance(module, llama.Block):
-        yield from (("input_layernorm", norm), ("post_attention_layernorm", norm))
-    elif isinstance(module, llama.Backbone):
-        yield from (("embed_tokens", Role("embedding")), ("norm", norm))
-    elif isinstance(module, gpt2.Attention):
-        yield from (("", Role("input")), ("c_attn", Role("column", parts=3)), ("c_proj", row))
-    elif isinstance(module, gpt_neo.SelfAttention):
-        yield from (("", Role("input")), ("q_proj", column), ("k_proj", column), ("v_proj", column), ("out_proj", row))
-    elif isinstance(module, gpt.MLP):
-        yield from (("", Role("input")), ("c_fc", column), ("c_proj", row))
-    elif isinstance(module, gpt.Block):
-        yield from (("ln_1", norm), ("ln_2", norm))
-    elif isinstance(module, gpt.Backbone):
-        yield from (("wte", Role("embedding")), ("wpe", Role("positions")), ("ln_f", norm))
-    elif isinstance(module, PlainLM):
-        yield "lm_head", Role("output")
+COLUMN, ROW, NORM, INPUT = Role("column"), Role("row"), Role("norm"), Role("input")
+
+OWN: Mapping[type[nn.Module], Mapping[str, Role]] = {
+    llama.Attention: {"": INPUT, "q_proj": COLUMN, "k_proj": COLUMN, "v_proj": COLUMN, "o_proj": ROW},
+    llama.MLP: {"": INPUT, "gate_proj": COLUMN, "up_proj": COLUMN, "down_proj": ROW},
+    llama.Block: {"input_layernorm": NORM, "post_attention_layernorm": NORM},
+    llama.Backbone: {"embed_tokens": Role("embedding"), "norm": NORM},
+    gpt2.Attention: {"": INPUT, "c_attn": Role("column", parts=3), "c_proj": ROW},
+    gpt_neo.SelfAttention: {"": INPUT, "q_proj": COLUMN, "k_proj": COLUMN, "v_proj": COLUMN, "out_proj": ROW},
+    gpt.MLP: {"": INPUT, "c_fc": COLUMN, "c_proj": ROW},
+    gpt.Block: {"ln_1": NORM, "ln_2": NORM},
+    gpt.Backbone: {"wte": Role("embedding"), "wpe": Role("positions"), "ln_f": NORM},
+    PlainLM: {"lm_head": Role("output")},
+}
+"""Roles of the children of this library's modules; "" is the module itself."""
 
 
 # transformers ---------------------------------------------------------------------------------------------------------

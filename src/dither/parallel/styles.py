@@ -5,7 +5,6 @@ heads and features of a rank inside attention and feed-forward. Hooks turn them 
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from dither.errors import UserError
 from dither.nn.sites import is_transposed
+from dither.ops.ranks import contiguous_strides
 from dither.parallel.roles import Role
 
 SEQUENCE = Shard(1)
@@ -123,9 +123,8 @@ def _distributed(x: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
     if not x.dim() or any(x.stride()):
         return distribute_tensor(x, mesh, [placement], src_data_rank=None)
     shape, _ = compute_local_shape_and_global_offset(x.shape, mesh, [placement])
-    stride = tuple(math.prod(x.shape[dimension + 1 :]) for dimension in range(x.dim()))
     part = torch.empty(shape, dtype=x.dtype, device=x.device)
-    return DTensor.from_local(part, mesh, [placement], run_check=False, shape=x.shape, stride=stride)
+    return DTensor.from_local(part, mesh, [placement], run_check=False, shape=x.shape, stride=contiguous_strides(x.shape))
 
 
 Hook = Callable[..., Any]

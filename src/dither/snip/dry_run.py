@@ -20,11 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
 from dither.nn.linear import Linear
-from dither.nn.sharded.geometry import Shard, as_matrix, reduce_cuts, shards, spread_over
-from dither.nn.sharded.tensor_parallel import local
-from dither.nn.step import StepContext, step_context
-from dither.nn.untouched import reshard, untouched
-from dither.ops.ranks import gather
+from dither.nn.step import StepContext, reshard, step_context, untouched
+from dither.ops.ranks import Shard, as_matrix, gather, local, reduce_shards, shards, spread_over
 from dither.snip.statistics import Collector, Statistics, is_fully_sharded, is_tensor_parallel, layers_of
 from dither.snip.update_rules import UpdateRule, update_rules_of
 from dither.spec import LayerPrecision
@@ -468,7 +465,7 @@ def _norms(parts: Iterable[Tensor], of: Sequence[Tensor]) -> Tensor:
             groups.setdefault(spread_over(x), []).append(place)
     for places in groups.values():
         total = squares[places]
-        reduce_cuts(total, of[places[0]])
+        reduce_shards(total, of[places[0]])
         squares[places] = total
     return squares.sqrt()
 

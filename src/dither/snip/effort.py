@@ -70,8 +70,8 @@ def choose_effort(
 ) -> Effort:
     """Return the work that the budget allows, or the least work if it allows none.
 
-    With the probe "auto" that is "measure", spread over steps, if its work stays within the budget and training never waits
-    for longer than a step takes; otherwise "joint".
+    With the probe "auto" that is "measure", spread over steps, if its work stays within the budget and counts for no more
+    than a step at once; otherwise "joint".
 
     Args:
         settings: The probe, the tokens of a pass, and the budget, a share of the time from one set of estimates to the next.

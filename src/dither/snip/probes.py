@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from dither.errors import UserError
 from dither.nn import functional
 from dither.nn.linear import Linear
-from dither.nn.sharded.tensor_parallel import first_column, local
+from dither.ops.ranks import local, offset_of
 from dither.snip import divergence
 from dither.snip.divergence import Scores
 from dither.snip.dry_run import DryRun, Forward, LossAndGradients, TrainingSetup, plain_forward, whole
@@ -308,7 +308,7 @@ def _noise(dry_run: DryRun, name: str, where: str, deviation: float, draw: int) 
         if not isinstance(x, DTensor):
             return x + (deviation * normal(stream, draw, x.shape, row, x.device)).to(x.dtype)
         own, mesh, (placement,) = x.to_local(), x.device_mesh, x.placements
-        column = first_column(x) if placement.is_shard() else 0
+        column = offset_of(x)[-1] if placement.is_shard() else 0
         noise = (deviation * normal(stream, draw, own.shape, row, own.device, column)).to(own.dtype)
         if placement.is_partial() and mesh.get_local_rank() != 0:  # add it to one term of the sum only
             noise.zero_()

@@ -76,8 +76,8 @@ class Schedule:
     hysteresis: Annotated[float, Within(0)] = 0.0
     """Fraction of its harm that a plan must save to replace the current one; 0 changes the plan for any gain."""
     budget: Annotated[float, Within(0, 1, open_below=True)] | None = None
-    """Share of the training time that estimates may take; they are spread over steps, so that training never waits for longer
-    than a step takes. By default 0.01 with the probe auto, and no limit with any other."""
+    """Share of the training time that estimates may take, spread over steps, about one step's work at a time as tokens count;
+    by the clock, small passes may take several steps. By default 0.01 with the probe auto, and no limit with any other."""
     tokens: Count = 8192
     """Most tokens of a pass of the estimates, over all ranks, at least one sequence or part of one per rank."""
 

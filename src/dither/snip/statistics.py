@@ -22,10 +22,9 @@ from dither.files import Refused, from_json
 from dither.nn.functional import as_input
 from dither.nn.linear import Linear
 from dither.nn.sharded import tensor_parallel
-from dither.nn.sharded.geometry import like
-from dither.nn.sharded.tensor_parallel import Part, local
 from dither.nn.sites import converted_layers
 from dither.ops.backend import implementation
+from dither.ops.ranks import Part, local, part_of, sharded_like
 from dither.snip.options import Option, casts_of
 from dither.snip.update_rules import UpdateRule
 from dither.spec import Cast
@@ -166,7 +165,7 @@ class Collector:
             tensor_parallel.check(name, layer.weight, layer.transposed, self._casts)
         own = x.view_as(x)
         with torch.no_grad():
-            norms, part = self._norms[name], tensor_parallel.part_of(as_input(x.detach()))
+            norms, part = self._norms[name], part_of(as_input(x.detach()))
             first = torch._C._current_graph_task_id() == -1  # else backward recomputes a checkpointed block
             errors = {str(cast): self._errors(name, part, cast) for cast in self._casts["input"]}
             if first:
@@ -183,13 +182,13 @@ class Collector:
         """Record y after the layer has computed it."""
         node, errors = self._norms[name].inputs.pop()
         if torch._C._current_graph_task_id() == -1:
-            self._norms[name].add("y", tensor_parallel.part_of(y.detach()))
+            self._norms[name].add("y", part_of(y.detach()))
         if y.requires_grad:
             y.register_hook(partial(self._output_gradient, name, layer, node, errors))  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def _output_gradient(self, name: str, layer: Linear, node: Any, errors: dict[str, Tensor], dy: Tensor) -> None:
-        part = tensor_parallel.part_of(dy)
+        part = part_of(dy)
         self._norms[name].add("dy", part)
         for cast in self._casts["grad"]:
             self._norms[name].add(f"grad {cast}", self._errors(name, part, cast))
@@ -198,7 +197,7 @@ class Collector:
 
     @torch.no_grad()
     def _input_gradient(self, name: str, layer: Linear, errors: dict[str, Tensor], dx: Tensor) -> None:
-        dx_M = _row_norms(tensor_parallel.part_of(dx))
+        dx_M = _row_norms(part_of(dx))
         self._norms[name].add("dx", dx_M)
         for text, error_M in errors.items():
             self._norms[name].add(f"rows input {text}", dx_M * error_M)
@@ -290,7 +289,7 @@ class Collector:
         if isinstance(weight, DTensor):
 
             def gather(part: Tensor, spread: DTensor = weight) -> Tensor:
-                return like(spread, part).full_tensor()  # type: ignore[attr-defined,no-any-return]
+                return sharded_like(spread, part).full_tensor()  # type: ignore[attr-defined,no-any-return]
 
             g, weight, rule = gather(local(g)), weight.full_tensor(), rule.whole(gather)
         w_NK, dw_N = weight.T if layer.transposed else weight, _row_norms(Part(g.T if layer.transposed else g))

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
-from dither.nn.sharded.tensor_parallel import local
+from dither.ops.ranks import local
 from dither.optim.adamw import AdamW
 from dither.optim.states import Moments
 

@@ -9,8 +9,6 @@ True
 e2m1 tile(32) pow2 nearest
 """
 
-from dither.spec.cast import EXAMPLES as EXAMPLES
-from dither.spec.cast import FIELDS as FIELDS
 from dither.spec.cast import GROUP_SIZES as GROUP_SIZES
 from dither.spec.cast import NAMED_CASTS as NAMED_CASTS
 from dither.spec.cast import Cast as Cast
@@ -22,23 +20,16 @@ from dither.spec.layer import OPERANDS as OPERANDS
 from dither.spec.layer import PRODUCTS as PRODUCTS
 from dither.spec.layer import SAMPLINGS as SAMPLINGS
 from dither.spec.layer import SWIGLU_CAST as SWIGLU_CAST
-from dither.spec.layer import UNCAST as UNCAST
-from dither.spec.layer import Hold as Hold
 from dither.spec.layer import LayerPrecision as LayerPrecision
 from dither.spec.layer import MemoryOptions as MemoryOptions
 from dither.spec.layer import Override as Override
-from dither.spec.layer import Save as Save
 from dither.spec.patterns import matches as matches
 from dither.spec.plan import COMPUTE as COMPUTE
 from dither.spec.plan import PLAN_KEYS as PLAN_KEYS
 from dither.spec.plan import PLAN_VERSION as PLAN_VERSION
 from dither.spec.plan import Plan as Plan
-from dither.spec.sampling import BEYOND as BEYOND
-from dither.spec.sampling import GUIDES as GUIDES
-from dither.spec.sampling import MOST_BITS as MOST_BITS
 from dither.spec.sampling import NOISES as NOISES
 from dither.spec.sampling import PARTS as PARTS
-from dither.spec.sampling import SAMPLING_BLOCKS as SAMPLING_BLOCKS
 from dither.spec.sampling import BitwidthLoss as BitwidthLoss
 from dither.spec.sampling import Sampling as Sampling
 from dither.spec.sampling import WeightDecay as WeightDecay

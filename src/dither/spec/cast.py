@@ -1,13 +1,12 @@
 """Cast: the format, granularity, scale and rounding of a tensor, as frozen data and as text."""
 
 import functools
-import json
 import re
 from dataclasses import dataclass, field
 from typing import Literal
 
 from dither.errors import UserError
-from dither.spec.checks import checked_keys, did_you_mean
+from dither.spec.checks import did_you_mean
 from dither.spec.formats import Format
 
 
@@ -137,37 +136,10 @@ class Cast:
         """
         return _parse_cast(_text("cast", text))
 
-    def to_dict(self) -> dict[str, str]:
-        """Return the four fields as strings, ready for JSON."""
-        return {name: getattr(self, name) for name in FIELDS}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, str]) -> "Cast":
-        """Return the cast of a dictionary, the inverse of `to_dict`. Unknown and missing keys are errors."""
-        if "format" not in checked_keys("cast", data, FIELDS):
-            raise UserError("A cast needs the key 'format', such as 'e4m3'.")
-        return cls(**data)
-
-    def to_json(self) -> str:
-        """Return the cast as one line of JSON."""
-        return json.dumps(self.to_dict())
-
-    @classmethod
-    def from_json(cls, text: str) -> "Cast":
-        """Return the cast of a JSON text, the inverse of `to_json`."""
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise UserError(f"This is not JSON, so it cannot be read as a cast: {error}.") from None
-        return cls.from_dict(data)
-
     def __str__(self) -> str:
         scaled = [] if self.granularity == "none" else [self.granularity, self.scale]
         return " ".join([self.format, *scaled, self.rounding])
 
-
-FIELDS = ("format", "granularity", "scale", "rounding")
-"""The fields that define a cast; the others are derived."""
 
 EXAMPLES = {"granularity": "tile(128)", "scale": "fp32", "rounding": "nearest", "cast": "e4m3 tile(128) fp32 nearest"}
 

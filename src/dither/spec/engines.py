@@ -17,7 +17,6 @@ from dither.errors import UserError
 from dither.files import Refused, from_json, read_text
 from dither.spec import PRODUCTS, Cast, LayerPrecision, did_you_mean
 from dither.spec.levels import CONTAINERS
-from dither.spec.recipes import RECIPES
 
 CONTAINED = CONTAINERS["e4m3"][1:]
 """Formats whose values are all E4M3 values: FP8 units multiply them unchanged."""
@@ -328,51 +327,3 @@ def _is_list(value: object, kind: type) -> bool:
 
 def _shown(value: object) -> str:
     return ".".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-# The support matrix ---------------------------------------------------------------------------------------------------
-
-CAPABILITIES: dict[tuple[int, int] | None, str] = {
-    None: "CPU",
-    (7, 0): "7.0 Volta",
-    (7, 5): "7.5 Turing",
-    (8, 0): "8.0 Ampere",
-    (8, 9): "8.9 Ada",
-    (9, 0): "9.0 Hopper",
-    (10, 0): "10.0 Blackwell",
-    (12, 0): "12.0 Blackwell",
-}
-"""Columns of the support matrix."""
-
-
-HAVE: dict[tuple[int, int], tuple[str, ...]] = {
-    (8, 9): ("fp8-tensor", "fp8-row"),
-    (10, 0): ("fp8-tensor", "fp8-row", "mxfp8", "mxfp4", "nvfp4"),
-    (12, 0): ("fp8-tensor", "fp8-row", "mxfp8", "mxfp4", "nvfp4"),
-}
-"""Native units that other GPUs have according to NVIDIA, and that may pass the self-test there."""
-
-
-def support(*, verified: bool = False) -> str:
-    """Return a Markdown table of engines: one row per recipe with casts, one column per compute capability.
-
-    Sizes are multiples of 128. A cell has the engines of fprop, dgrad and wgrad, or one name if all three are the same. With
-    `verified`, the table is for GPUs whose native units have all passed the self-test.
-
-    >>> print(support().splitlines()[2])
-    | `fp8-delayed` | fp32 | fp16 | fp16 | bf16 | bf16 | fp8 | bf16 | bf16 |
-    """
-    columns = [capability for capability in CAPABILITIES if not verified or capability in HAVE]
-    lines = [["recipe", *(CAPABILITIES[capability] for capability in columns)], ["---"] * (len(columns) + 1)]
-    for name, recipe in RECIPES.items():
-        precision = recipe.plan.default
-        if precision is not None and not precision.uncast:
-            lines.append([f"`{name}`", *(_cell(precision, capability, verified) for capability in columns)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _cell(precision: LayerPrecision, capability: tuple[int, int] | None, verified: bool) -> str:
-    passed = HAVE[capability] if verified and capability is not None else ()
-    plain = "bf16" if capability is None or capability >= SIXTEEN_BITS["bf16"] else "fp16"
-    names = [str(engine) for engine in engines_of(precision, (1024, 1024, 1024), capability, plain, passed).values()]
-    return names[0] if len(set(names)) == 1 else ", ".join(names)

@@ -171,16 +171,11 @@ class Format:
         return self.name
 
 
-def _ieee(name: str, exponent_bits: int, mantissa_bits: int) -> Format:
+def _float(name: str, exponent_bits: int, mantissa_bits: int, *, finite: bool = False) -> Format:
+    """Return a format whose top exponent holds Inf and NaN, as in IEEE 754, or numbers if it is `finite`."""
     bias = (1 << (exponent_bits - 1)) - 1
-    largest = math.ldexp(2.0 - math.ldexp(1.0, -mantissa_bits), bias)
-    return Format(name, 1 + exponent_bits + mantissa_bits, exponent_bits, mantissa_bits, bias, largest, True, True)
-
-
-def _finite(name: str, exponent_bits: int, mantissa_bits: int) -> Format:
-    bias = (1 << (exponent_bits - 1)) - 1
-    largest = math.ldexp(2.0 - math.ldexp(1.0, -mantissa_bits), (1 << exponent_bits) - 1 - bias)
-    return Format(name, 1 + exponent_bits + mantissa_bits, exponent_bits, mantissa_bits, bias, largest)
+    largest = math.ldexp(2.0 - math.ldexp(1.0, -mantissa_bits), bias + finite)
+    return Format(name, 1 + exponent_bits + mantissa_bits, exponent_bits, mantissa_bits, bias, largest, not finite, not finite)
 
 
 def _integer(name: str, bits: int) -> Format:
@@ -191,15 +186,15 @@ def _integer(name: str, bits: int) -> Format:
 TABLE: dict[str, Format] = {
     f.name: f
     for f in (
-        _ieee("fp32", 8, 23),
-        _ieee("fp16", 5, 10),
-        _ieee("bf16", 8, 7),
+        _float("fp32", 8, 23),
+        _float("fp16", 5, 10),
+        _float("bf16", 8, 7),
         Format("e4m3", 8, 4, 3, 7, 448.0, inf=False, nan=True),  # OCP "fn": only 0x7F and 0xFF are not finite
-        _ieee("e5m2", 5, 2),
-        _ieee("e3m4", 3, 4),
-        _finite("e3m2", 3, 2),
-        _finite("e2m3", 2, 3),
-        _finite("e2m1", 2, 1),
+        _float("e5m2", 5, 2),
+        _float("e3m4", 3, 4),
+        _float("e3m2", 3, 2, finite=True),
+        _float("e2m3", 2, 3, finite=True),
+        _float("e2m1", 2, 1, finite=True),
         Format("e8m0", 8, 8, 0, 127, 2.0**127, nan=True, signed=False),  # scales only
         _integer("int8", 8),
         _integer("int4", 4),
@@ -218,8 +213,7 @@ def _parse(name: str) -> Format:
     if match := re.fullmatch(r"e([2-8])m([1-9]\d?)", name):
         exponent_bits, mantissa_bits = int(match[1]), int(match[2])
         if mantissa_bits <= 23:
-            make = _ieee if 1 + exponent_bits + mantissa_bits >= 8 else _finite
-            return make(name, exponent_bits, mantissa_bits)
+            return _float(name, exponent_bits, mantissa_bits, finite=1 + exponent_bits + mantissa_bits < 8)
     raise UserError(
         f"There is no number format {name!r}{did_you_mean(name, (*TABLE, *ALIASES))}: known are {', '.join(TABLE)}, "
         "and eXmY with X from 2 to 8 and Y from 1 to 23."

@@ -63,6 +63,9 @@ MODES: Mapping[str, Mode] = MappingProxyType(
 )
 """Modes by name."""
 
+AUTO = "auto"
+"""In place of the name of a mode: the one that suits the device."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaling:

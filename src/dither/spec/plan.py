@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from dither.errors import UserError
 from dither.files import Refused, from_json, read_text
@@ -16,6 +16,10 @@ from dither.spec.checks import checked_keys
 from dither.spec.layer import OPERANDS, PRODUCTS, LayerPrecision, Override
 from dither.spec.patterns import BOTH, check_pattern, literal, matches
 from dither.spec.sampling import Sampling
+
+Compute = Literal["fp32", "bf16", "fp16"]
+
+COMPUTE: tuple[Compute, ...] = get_args(Compute)
 
 
 @dataclass(frozen=True)
@@ -37,9 +41,9 @@ class Plan:
     """Rules: pairs of a pattern and a precision. None leaves a layer unchanged."""
     default: LayerPrecision | None = None
     """The precision of layers that no rule matches. None leaves them unchanged."""
-    compute: Literal["fp32", "bf16", "fp16"] = "fp32"
+    compute: Compute = "fp32"
     """The dtype of uncast operations: `bf16` and `fp16` by autocast, `fp32` without it."""
-    parameters: Literal["fp32", "bf16", "fp16"] | None = None
+    parameters: Compute | None = None
     """The dtype of the model's parameters; None does not change it."""
     master: bool = False
     """True if the optimizer keeps fp32 master weights."""
@@ -253,8 +257,6 @@ MOST_WILDCARDS = 10_000
 """Most characters of all patterns of a plan with wildcards. Rules for single layers, perhaps thousands, are plain names."""
 
 PLAN_KEYS = ("version", "layers", "default", "compute", "parameters", "master", "loss_scaling", "provenance")
-
-COMPUTE = ("fp32", "bf16", "fp16")
 
 
 def _rule(rule: object) -> tuple[str, LayerPrecision | None]:

@@ -3,11 +3,17 @@
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from dither.errors import UserError
 from dither.spec.checks import check_number, checked_keys, did_you_mean
 from dither.spec.patterns import check_pattern, matches
+
+Noise = Literal["rounded_normal", "rounded_normal_exact", "uniform", "none"]
+Beyond = Literal["clamp", "warn"]
+
+NOISES: tuple[Noise, ...] = get_args(Noise)
+"""Distributions of R."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,7 @@ class Sampling:
     rounded_normal(32) 6 to 4 loss(0.001) parts='od'
     """
 
-    noise: Literal["rounded_normal", "rounded_normal_exact", "uniform", "none"] = "rounded_normal"
+    noise: Noise = "rounded_normal"
     """Distribution of R: rounded_normal (GaussWS), rounded_normal_exact (round(N(0, 1) / 2)), uniform (DiffQ), or none (0)."""
     block: int = 32
     """Width of blocks, a power of two from 8 to 128: weights have block x block, inputs 1 x block."""
@@ -62,11 +68,11 @@ class Sampling:
     """Sample w_hat again in backward instead of keeping it."""
     guidance: "WeightDecay | BitwidthLoss | tuple[WeightDecay | BitwidthLoss, ...]" = WeightDecay()
     """The pull of b_t toward b_target: one kind, a tuple of both, or () for the loss alone."""
-    beyond: Literal["clamp", "warn"] = "warn"
+    beyond: Beyond = "warn"
     """Treatment of a b_t above `safe_bitwidth`, where noise can vanish in rounding: warn once, or also clamp it there."""
 
     def __post_init__(self) -> None:
-        for name, choices in (("noise", NOISES), ("beyond", BEYOND)):
+        for name, choices in (("noise", NOISES), ("beyond", get_args(Beyond))):
             if (value := getattr(self, name)) not in choices:
                 hint = did_you_mean(value, choices) if isinstance(value, str) else ""
                 raise UserError(f"A Sampling's {name} is one of {', '.join(map(repr, choices))}, not {value!r}{hint}.")
@@ -138,11 +144,6 @@ class Sampling:
         words += [f"parts={self.parts!r}"] * (self.parts != "all") + ["recompute"] * self.recompute
         return " ".join(words + [f"beyond={self.beyond!r}"] * (self.beyond != "warn"))
 
-
-NOISES = ("rounded_normal", "rounded_normal_exact", "uniform", "none")
-"""Distributions of R."""
-
-BEYOND = ("clamp", "warn")
 
 SAMPLING_BLOCKS = (8, 16, 32, 64, 128)
 

@@ -17,7 +17,7 @@ from dither.errors import UserError
 from dither.report.run_folder import number
 from dither.settings import toml, value_at
 from dither.spec import PARTS, Sampling, did_you_mean
-from dither.spec.modes import MODES
+from dither.spec.modes import AUTO, MODES
 from dither.spec.recipes import ALIASES, MEASURED, RECIPES, recipe_name
 from dither.train import config as configs
 from dither.train.config import SAMPLING_KEY, Config, Precision
@@ -147,10 +147,10 @@ class Sweep:
 def precision_of(name: str, base: Precision | None = None) -> Precision:
     """Return the precision of a name; fields that names do not set keep their values in `base`.
 
-    Without a mode, layers that are cast or sampled belong to mode o1: bf16 autocast with fp32 weights.
+    Without a mode, it is the one that suits the device, as in a config: o1 on a GPU with BF16 units, fp32 elsewhere.
 
     >>> precision_of("fp8-block").mode, precision_of("bf16-sr+fp8-block").mode, precision_of("gaussws:od").sampling.parts
-    ('o1', 'bf16-sr', 'od')
+    ('auto', 'bf16-sr', 'od')
     """
     base = base or Precision()
     found: dict[str, Any] = {}
@@ -161,7 +161,7 @@ def precision_of(name: str, base: Precision | None = None) -> Precision:
                 f"{name!r} names two of one kind, the second is {part!r}: combine one recipe, one mode and one sampling."
             )
         found[kind] = value
-    return replace(base, **{"mode": "o1", "recipe": None, "plan": None, "schedule": (), "sampling": None, **found})
+    return replace(base, **{"mode": AUTO, "recipe": None, "plan": None, "schedule": (), "sampling": None, **found})
 
 
 def _setting(part: str, sampling: Sampling) -> tuple[str, str | Sampling]:
@@ -195,7 +195,7 @@ def precision_or_plan(name: str, states: str | None = None) -> Precision:
     others = [part for part in name.split("+") if part not in plans]
     if len(plans) > 1:
         raise UserError(f"{name!r} names two plans: name only one.")
-    base = precision_of("+".join(others)) if others else Precision(mode="o1")
+    base = precision_of("+".join(others)) if others else Precision()
     return replace(base, plan=plans[0], states=states)
 
 

@@ -45,7 +45,7 @@ from dither.data import Batch
 from dither.errors import UserError
 from dither.nn import bitwidth_loss, step_context
 from dither.nn.layers import Conv1D
-from dither.nn.untouched import untouched
+from dither.nn.step import untouched
 from dither.numerics.report import finite
 from dither.optim.training import autocast_dtype
 from dither.train.trainer import Trainer

@@ -23,7 +23,7 @@ from dither.spec.optimizer import BLOCKS, WHOLE
 GIB = 2**30
 
 ALIGNED = 64
-"""Alignment of the rows of logits, in numbers, if the vocabulary has an odd size: see `dither.nn.output`."""
+"""Alignment of the rows of logits, in numbers, if the vocabulary has an odd size: see `dither.nn.functional`."""
 
 WORKSPACE = 64 * 2**20
 """Bytes of workspaces of matrix products. Peaks on an H200 are 70 to 110 MiB above the sum of all other parts."""

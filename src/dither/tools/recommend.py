@@ -181,8 +181,8 @@ STOCHASTIC = (
 )
 EIGHT_BITS = "States of 8 bits (companded8) take 2 bytes per parameter less than BF16's."
 AGAIN = (
-    "Checkpointing computes each block twice, about a third more work, and changes no number. `dither train` has no switch for "
-    "it: in a loop of your own, torch.utils.checkpoint does it."
+    "Checkpointing computes each block twice, about a third more work, and changes no number: set "
+    "parallel.checkpointing='full', or use torch.utils.checkpoint in a loop of your own."
 )
 SMALL = "FP8 gains little far below 1B parameters: with bf16-sr it ran at 1.10 times o1's speed at 134M, and 1.38 at 1B (H200)."
 EIGHT = "fp8-current ran at 1.290 (1B), 1.318 (3B) and 1.341 times (8B with 4 layers) the speed of BF16 on an H200."

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dither.errors import DitherError, UserError
 from dither.nn import step_context
-from dither.nn.sharded.tensor_parallel import local
-from dither.nn.untouched import untouched
+from dither.nn.step import untouched
+from dither.ops.ranks import local
 from dither.settings import values
 from dither.train.config import Config
 from dither.train.ranks import Ranks, everywhere

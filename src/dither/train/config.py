@@ -20,7 +20,7 @@ from dither.settings import dumps as dumps
 from dither.settings import override as override
 from dither.snip.settings import SnipSettings
 from dither.spec import MemoryOptions, Plan, Sampling
-from dither.spec.modes import GRADIENTS, MODES, MOST_NORM, LossScaling
+from dither.spec.modes import AUTO, GRADIENTS, MODES, MOST_NORM, LossScaling, Mode
 from dither.spec.optimizer import BLOCKS, WHOLE
 from dither.spec.recipes import ALIASES, MEASURED, RECIPES, recipe, recipe_name
 from dither.spec.schedule import beginnings, check_name, is_file, split_forward
@@ -115,8 +115,9 @@ class Optim:
 class Precision:
     """The precision of parameters, layers, gradients and optimizer states."""
 
-    mode: Annotated[str, OneOf(MODES)] = "fp32"
-    """Dtypes of parameters and states: fp32, o1, o2, o2-split, bf16-rn, bf16-sr, bf16-kahan, bf16-24, fp16 or fp16-o2."""
+    mode: Annotated[str, OneOf((AUTO, *MODES))] = AUTO
+    """Dtypes of parameters and states: fp32, o1, o2, o2-split, bf16-rn, bf16-sr, bf16-kahan, bf16-24, fp16 or fp16-o2; by
+    default o1 (BF16 autocast) on a GPU with BF16 units, fp32 elsewhere, or the mode that the recipe needs."""
     recipe: Annotated[str, OneOf((*RECIPES, *ALIASES, *MEASURED))] | None = None
     """Recipe for the casts of linear layers, such as fp8-block, or its alias blockwise; by default no casts."""
     plan: str | None = None
@@ -150,6 +151,9 @@ class Precision:
         check("precision", self)
         if self.recipe is not None:
             object.__setattr__(self, "recipe", recipe_name(self.recipe))
+        if self.mode == AUTO:  # the checks are those of the mode that it becomes
+            object.__setattr__(self, "output", self.resolved(bf16=True).output)
+            return
         self._check_output()
         if self.recipe is not None and self.plan is not None:
             raise UserError(
@@ -203,6 +207,31 @@ class Precision:
                     "only one."
                 )
 
+    def resolved(self, *, bf16: bool) -> "Precision":
+        """Return the precision with the mode that "auto" stands for: the first one that fits the casts.
+
+        Args:
+            bf16: Try o1 first, and otherwise fp32.
+
+        >>> Precision().resolved(bf16=True).mode, Precision(recipe="fp16").resolved(bf16=True).mode
+        ('o1', 'fp16')
+        """
+        if self.mode != AUTO:
+            return self
+        first: UserError | None = None
+        for mode in ("o1" if bf16 else "fp32", *MODES):
+            try:
+                return replace(self, mode=mode)
+            except UserError as error:
+                first = first or error
+        assert first is not None
+        raise first
+
+    @property
+    def dtypes(self) -> Mode:
+        """The mode; for "auto", that of a device without BF16 units."""
+        return MODES[self.resolved(bf16=False).mode]
+
     @property
     def entries(self) -> tuple[tuple[int | float, str], ...]:
         """The schedule, or one entry for the recipe or the plan; an empty text means the plan of the mode."""
@@ -244,7 +273,7 @@ class Precision:
         elif self.schedule:
             found = self._uncast_or_recipe(name)
         else:
-            found = recipe(name or MODES[self.mode].recipe)
+            found = recipe(name or self.dtypes.recipe)
         return self._with_output(self._sampled(found))
 
     def names_file(self, name: str) -> bool:
@@ -253,7 +282,7 @@ class Precision:
 
     def _uncast_or_recipe(self, name: str) -> Plan:
         """Return the plan of a recipe in a schedule: of one that casts nothing, the plan of the mode."""
-        found, mode = recipe(name), MODES[self.mode].plan
+        found, mode = recipe(name), self.dtypes.plan
         if found.default is None or not found.default.uncast:
             return found
         if found.compute != mode.compute:
@@ -270,7 +299,7 @@ class Precision:
         return plan if self.output is None else plan.with_output(recipe(self.output).default)
 
     def _check_plan(self, given: str, found: Plan) -> None:
-        mode = MODES[self.mode].plan
+        mode = self.dtypes.plan
         says = [(each.parameters, each.compute, each.master, each.loss_scaling) for each in (found, mode)]
         if (found.parameters is not None and says[0] != says[1]) or (found.loss_scaling and not mode.loss_scaling):
             fits = [name for name, each in MODES.items() if each.recipe == self.recipe]
@@ -539,7 +568,7 @@ class Config:
                 )
         if self.lora.rank is not None:
             self._check_lora()
-        if self.optim.release_gradients and MODES[self.precision.mode].plan.loss_scaling:
+        if self.optim.release_gradients and self.precision.dtypes.plan.loss_scaling:
             raise UserError(
                 f"optim.release_gradients does not go with precision.mode={self.precision.mode!r}, which scales losses: an "
                 "overflow is known after the backward pass; use a bfloat16 mode."

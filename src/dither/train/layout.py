@@ -23,7 +23,7 @@ from dither.models.presets import skeleton
 from dither.nn import convert
 from dither.nn.bitwidths import sampling_parameters
 from dither.nn.norms import cast_parameters
-from dither.optim import MODES, Training
+from dither.optim import Training
 from dither.optim.training import parameter_dtype
 from dither.parallel import Layout, parallelize
 from dither.parallel.apply import recompute_blocks
@@ -146,7 +146,7 @@ class RankLayout:
         check_mode(config)
         if not stages:
             self.layout.check(model)
-        mode = MODES[config.precision.mode]
+        mode = config.precision.dtypes
         skip = {id(bitwidth) for bitwidth in sampling_parameters(model)}
         cast_parameters(model, parameter_dtype(mode), all_norms=mode.plan.master, skip=skip)
         for part in stages or [model]:
@@ -200,7 +200,7 @@ def check_mode(config: Config) -> None:
     """Raise if a mode, or what else a config asks for, cannot train a sharded model."""
     check_gather(config)
     precision = config.precision
-    mode = MODES[precision.mode]
+    mode = precision.dtypes
     if mode.plan.loss_scaling:
         raise UserError(
             f"precision.mode={precision.mode!r} scales losses, which is not possible for a model that [parallel] shards: "

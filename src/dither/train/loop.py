@@ -167,6 +167,7 @@ def _build(
         f"{trainer.parameters:,} parameters, {len(corpus.train):,} training tokens, {len(corpus.held_out):,} held-out tokens, "
         f"on {ranks.device}" + layout.describe()
     )
+    folder.say(f"Precision: {trainer.precision}.")
     return trainer, resumed
 
 

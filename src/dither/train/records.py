@@ -24,7 +24,7 @@ from dither.console import ProgressBars, Tick
 from dither.console import duration as duration
 from dither.errors import UserError
 from dither.nn import Linear
-from dither.nn.sharded.tensor_parallel import local
+from dither.ops.ranks import local
 from dither.train import config
 from dither.train.files import METRICS
 from dither.train.run_folder import write_file

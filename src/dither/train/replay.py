@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dither.data import Batch
 from dither.nn import Linear, step_context
-from dither.nn.sharded.tensor_parallel import local
+from dither.ops.ranks import local
 from dither.optim import Training
 from dither.train.guard import first_nonfinite
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from dither import files
 from dither.data import is_prepared
 from dither.data.tokenizer import TOKENIZER
@@ -43,12 +45,16 @@ PLANS = ("precision.recipe", "precision.plan", "precision.schedule")
 
 
 def resolved(config: Config) -> Config:
-    """Return the config with its implicit choices written out: the default preset, and the tokenizer of a prepared folder.
+    """Return the config with its implicit choices written out: the preset, the mode, and the tokenizer of a prepared folder.
 
-    >>> Config().model.preset, resolved(Config()).model.preset
-    (None, 'tiny')
+    >>> from dither.train.config import RunSettings
+    >>> found = resolved(Config(run=RunSettings(device="cpu")))
+    >>> found.model.preset, found.precision.mode
+    ('tiny', 'fp32')
     """
-    config = replace(config, model=replace(config.model, preset=config.model.size))
+    gpu = config.run.device != "cpu" and torch.cuda.is_available()
+    precision = config.precision.resolved(bf16=gpu and torch.cuda.is_bf16_supported(including_emulation=False))
+    config = replace(config, model=replace(config.model, preset=config.model.size), precision=precision)
     sources = config.data.sources
     if config.data.tokenizer == "bytes" and len(sources) == 1 and is_prepared(sources[0]):
         tokenizer = Path(sources[0]) / TOKENIZER

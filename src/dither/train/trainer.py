@@ -32,7 +32,7 @@ from dither.parallel.apply import allocate
 from dither.snip.controller import Snip
 from dither.snip.dry_run import TrainingSetup
 from dither.spec import Plan
-from dither.spec.modes import MODES, MOST_NORM
+from dither.spec.modes import MOST_NORM
 from dither.spec.random import Stream
 from dither.spec.schedule import PlanSchedule
 from dither.train.config import Config, loads, schedule
@@ -47,7 +47,7 @@ from dither.train.pipeline import Pipeline, check_micro_batches, check_pipeline,
 from dither.train.plans import PlanEvent, RunPlans, known_plans, make_schedule, steps_for_snip, with_measured
 from dither.train.ranks import Ranks
 from dither.train.replay import nonfinite_weight, replay, warm_up
-from dither.train.resume import check_changes
+from dither.train.resume import check_changes, resolved
 from dither.train.samples import prompt_of
 
 
@@ -87,6 +87,7 @@ class Trainer:
         initial: bool = True,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
+        config = resolved(config)
         self.config, self.corpus, self.ranks = config, corpus, ranks
         self.layout = layout or RankLayout.whole(ranks)
         data = config.data
@@ -157,6 +158,20 @@ class Trainer:
     def lr(self) -> float:
         """Learning rate of the next step, or of the last one."""
         return schedule(self.config, min(self.done, self.config.run.steps - 1))
+
+    @property
+    def precision(self) -> str:
+        """The precision in force in one line: mode, casts with their engines, states, and how passes run."""
+        chosen, layers = self.config.precision, self.conversion.layers
+        cast = [layer for layer in layers if not layer.precision.uncast]
+        parts = [f"mode {chosen.mode}, which computes in {chosen.dtypes.plan.compute}"]
+        if cast:
+            engines = ", ".join(sorted({engine for layer in cast for engine in layer.engines}))
+            name = "plans by step" if chosen.schedule else chosen.recipe or chosen.plan or "the plan"
+            parts.append(f"{name} in {len(cast)} of {len(layers)} linear layers ({engines})")
+        parts.append(f"states {chosen.states or chosen.dtypes.states}")
+        parts += ["compiled"] * bool(self.compiled) + ["CUDA graphs"] * (self.passes.graphs is not None)
+        return ", ".join(parts)
 
     @property
     def scaled(self) -> bool:
@@ -494,7 +509,7 @@ def _make_monitor(trainer: Trainer) -> Monitor | None:
 
 def _training(config: Config, model: CausalLM, adam_roles: Mapping[str, Role] | None) -> Training:
     """Return the optimizer of a converted model, with its loss scaling and gradient formats; roles are for adam-mini."""
-    scaled = MODES[config.precision.mode].plan.loss_scaling
+    scaled = config.precision.dtypes.plan.loss_scaling
     made = training(
         model,
         config.precision.mode,

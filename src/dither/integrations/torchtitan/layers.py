@@ -17,9 +17,9 @@ from torchtitan.tools.logging import logger
 
 from dither.errors import UserError
 from dither.nn.convert import convert
-from dither.nn.linear import BUFFERS, Linear
+from dither.nn.linear import BUFFERS, Fallback, Linear
 from dither.nn.sampling import BITWIDTHS
-from dither.nn.sites import Fallback, converted_layers
+from dither.nn.sites import converted_layers
 from dither.spec import LayerPrecision, Plan
 from dither.spec.recipes import recipe
 
@@ -182,10 +182,10 @@ class DitherConverter(QuantizationConverter):  # type: ignore[misc]
             kept["param_init"] = {**old.param_init, **dict.fromkeys(BITWIDTHS, nn.init.ones_)}
         return DitherLinear.Config(
             **kept,
-            precision=layer.planned,
+            precision=layer.choice.planned,
             name=name,
             seed=layer.seed,
-            compute=layer.compute,
+            compute=layer.choice.compute,
             parameters=self.plan.parameters,
             fallback=self.config.fallback,
             emulate=layer.emulate,

@@ -13,16 +13,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F  # noqa: N812
 
 from dither.errors import UserError
 from dither.nn import functional, sampling
 from dither.nn.cache import check_unchanged
 from dither.nn.functional import Amax, Casting, Castings, Codes, OperandCodes, State
 from dither.nn.sharded.scales import Groups, RowShard, all_reduce_max, groups_of, in_whole_groups, spans_parts, split_amax
-from dither.nn.sharded.tensor_parallel import local
+from dither.ops.ranks import local
 from dither.ops.reference import packing
 from dither.spec import Cast, groups
-from dither.spec import groups as grouping
 from dither.spec.formats import Format
 
 _ALIASES = {
@@ -135,12 +135,22 @@ class Job(NamedTuple):
     symmetric: bool
     """True if the codes across are those along, transposed."""
 
+    @property
+    def format(self) -> Format:
+        """The format of the codes."""
+        return Format.parse(self.casting.container or self.cast.format)
+
+    def scale_height(self, *, across: bool) -> int:
+        """Return the rows of the weight per row of the scales of a layout; 0 if the tensor has one scale or none."""
+        kind = self.cast.group.kind
+        return 0 if kind in ("none", "tensor") else self.groups.height if across or kind == "block" else 1
+
 
 class WeightGather:
     """The codes or samples that one layer gathers in place of its weight."""
 
     def __init__(
-        self, layer: Any, shard: RowShard, group: ProcessGroup, at: tuple[int, int], dtype: torch.dtype | None
+        self, layer: Any, shard: RowShard, group: ProcessGroup, at: tuple[int, ...], dtype: torch.dtype | None
     ) -> None:
         """Prepare to gather the rows of a weight over `group`.
 
@@ -211,10 +221,6 @@ class WeightGather:
         part = plain(self.stored())
         return part if self.dtype is None else part.to(self.dtype)
 
-    def part_version(self) -> int:
-        """Return the version of this rank's rows, which a change in place raises."""
-        return int(self.stored()._version)
-
     def jobs(self) -> list[Job]:
         """Return the casts of the weight."""
         rows = self.shard.rows
@@ -228,10 +234,6 @@ class WeightGather:
         return [job(along, True, True)] if along == across else [job(along, True, False), job(across, False, True)]
 
     # Casting a shard ---------------------------------------------------------------------------------------------------
-
-    def measure_blocks(self) -> list[Tensor]:
-        """Return the largest magnitudes of this rank's rows in split blocks of the sampling."""
-        return [split_amax(self.part(), self.shard, Groups(self.block, self.block))]
 
     @property
     def block(self) -> int:
@@ -311,14 +313,13 @@ class WeightGather:
 
     def _send(self, job: Job, codes: OperandCodes, skip: int, count: int) -> None:
         assert self.sent is not None
-        format = Format.parse(job.casting.container or job.cast.format)
         if job.along:
             assert codes.along is not None
             self.sent.append(Sent(codes.along.values[skip : skip + count]))
             self._send_scale(job, codes.along, skip, count, across=False)
         if job.across and not job.symmetric:
             assert codes.across is not None
-            per = rows_per_row(format)
+            per = rows_per_row(job.format)
             stored = codes.across.values.T  # [rows / per, columns]
             self.sent.append(Sent(stored[skip // per : -(-(skip + count) // per)], per))
             self._send_scale(job, codes.across, skip, count, across=True)
@@ -328,11 +329,12 @@ class WeightGather:
         layout = "across" if across else "along"
         if codes.tensor_scale is not None:
             self.constants[f"{layout}_tensor"] = codes.tensor_scale
-        if codes.scale is None or job.cast.group.kind in ("none", "tensor"):
-            if codes.scale is not None:
-                self.constants[f"{layout}_scale"] = codes.scale
+        if codes.scale is None:
             return
-        height = job.groups.height if across or job.cast.group.kind == "block" else 1
+        height = job.scale_height(across=across)
+        if not height:
+            self.constants[f"{layout}_scale"] = codes.scale
+            return
         rows = codes.scale.T if across else codes.scale
         self.sent.append(Sent(rows[skip:][:count] if height == 1 else rows[: -(-(skip + count) // height)], height))
 
@@ -354,22 +356,21 @@ class WeightGather:
             sent, self.sent = self.sent, None
         else:
             sent = self.sent
-            check_unchanged(self.layer.name, self.version, self.part_version(), "gathers its codes")
+            check_unchanged(self.layer.name, self.version, self.stored()._version, "gathers its codes")
         assert sent is not None
-        padded = []
+        padded, sizes = [], []
         for rows, height in sent:
             most = self.shard.part if height == 1 else self.shard.most_groups(height)
-            room = rows.new_zeros((most, *rows.shape[1:])) if rows.dtype.itemsize > 1 else _zero_bytes(rows, most)
-            room.view(torch.uint8)[: len(rows)] = rows.contiguous().view(torch.uint8)
-            padded.append(room)
-        sizes = [(room.shape, room.dtype) for room in padded]
+            as_bytes = rows.contiguous().view(torch.uint8)
+            padded.append(F.pad(as_bytes, (0, 0, 0, most - len(rows))))
+            sizes.append((torch.Size((most, *rows.shape[1:])), rows.dtype))
         if self.sizes is not None and sizes != self.sizes:
             raise UserError(
                 f"The layer {self.layer.name!r} gathers codes, and its new precision has codes of another size: "
                 "parallelize with gather='weights' to change between such precisions."
             )
         self.sizes = sizes
-        return tuple(room.view(torch.uint8) for room in padded)
+        return tuple(padded)
 
     @property
     def columns(self) -> int:
@@ -391,19 +392,15 @@ def gather_problem(gather: WeightGather) -> str:
     if tensor_parallel and any(spans_parts(casting.cast) for casting in castings):
         return "its scales span the shards of tensor parallelism"
     for job in gather.jobs():
-        per = rows_per_row(Format.parse(job.casting.container or job.cast.format))
+        per = rows_per_row(job.format)
         if job.across and not job.symmetric and gather.shard.part % per and gather.shard.ranks > 1:
             return f"its shards of {gather.shard.part} rows are no multiples of {per}, the rows of packed codes"
     return ""
 
 
-def _zero_bytes(like: Tensor, rows: int) -> Tensor:
-    return torch.zeros((rows, *like.shape[1:]), dtype=torch.uint8, device=like.device).view(like.dtype)
-
-
 def rows_per_row(format: Format) -> int:
     """Return the number of rows in a row of codes that are packed across rows."""
-    return {4: 2, 6: 4}.get(format.bits, 1) if format.bits in grouping.PACKED_BITS else 1
+    return {4: 2, 6: 4}.get(format.bits, 1) if format.bits in groups.PACKED_BITS else 1
 
 
 def cache_shards(gathers: Iterable[WeightGather], *, active: bool = True) -> None:
@@ -417,7 +414,7 @@ def cache_shards(gathers: Iterable[WeightGather], *, active: bool = True) -> Non
         )
     by_group: dict[ProcessGroup, list[WeightGather]] = {}
     for gather in every:
-        gather.sent, gather.version = None, gather.part_version()
+        gather.sent, gather.version = None, gather.stored()._version
         by_group.setdefault(gather.group, []).append(gather)
     with torch.no_grad():
         for group, members in by_group.items():
@@ -427,7 +424,8 @@ def cache_shards(gathers: Iterable[WeightGather], *, active: bool = True) -> Non
 def _cache(gathers: list[WeightGather], group: ProcessGroup, active: bool) -> None:
     samples: dict[int, Tensor] = {}
     sampled = [gather for gather in gathers if gather.samples]
-    blocks = all_reduce_max([amax for gather in sampled for amax in gather.measure_blocks()], group)
+    blocks = [split_amax(gather.part(), gather.shard, Groups(gather.block, gather.block)) for gather in sampled]
+    blocks = all_reduce_max(blocks, group)
     for gather, amax, b_t in zip(sampled, blocks, _bitwidths(sampled, group), strict=True):
         samples[id(gather)] = gather.sample(amax, b_t)
     for gather in gathers:
@@ -445,24 +443,18 @@ def _bitwidths(gathers: list[WeightGather], group: ProcessGroup) -> list[Tensor]
     """Return b_t of whole weights, by one all-gather of the bitwidths that FSDP2 shards."""
     if not gathers:
         return []
-    own, shards, shapes = [], [], []
-    for gather in gathers:
-        part = local(gather.layer.bitwidth)
-        assert part is not None
-        columns = part.shape[1]
-        shard = RowShard(-(-gather.shard.rows // gather.block), gather.shard.ranks, gather.shard.rank)
-        padded = part.new_zeros((shard.part, columns))
-        padded[: len(part)] = part.detach()
-        own.append(padded.flatten())
-        shards.append(shard)
-        shapes.append(columns)
-    flat = torch.cat(own)
+    shards = [RowShard(-(-gather.shard.rows // gather.block), *gather.shard[1:]) for gather in gathers]
+    own = []
+    for gather, shard in zip(gathers, shards, strict=True):
+        part = local(gather.layer.bitwidth).detach()
+        own.append(F.pad(part, (0, 0, 0, shard.part - len(part))))
+    flat = torch.cat([padded.flatten() for padded in own])
     everyone = flat.new_empty((gathers[0].shard.ranks, len(flat)))
     torch.distributed.all_gather(list(everyone.unbind()), flat, group=group)
     found = []
-    split = torch.split(everyone, [len(x) for x in own], dim=1)
-    for gather, shard, columns, parts in zip(gathers, shards, shapes, split, strict=True):
-        whole = parts.reshape(shard.ranks * shard.part, columns)[: shard.rows]
+    split = torch.split(everyone, [padded.numel() for padded in own], dim=1)
+    for gather, shard, padded, parts in zip(gathers, shards, own, split, strict=True):
+        whole = parts.reshape(-1, padded.shape[1])[: shard.rows]
         found.append(sampling.bitwidths(whole.contiguous(), gather.layer.sampling_constants("sampling")))
     return found
 
@@ -527,17 +519,16 @@ class CodedShard(Tensor):
         if gather.cached_by_layer:
             return self._own_memory(out)
         old = coded_of(out)
+        inner: list[Tensor] = []
         if gather.alone:
-            whole = received(gather, gather.local_inputs, None)._replace(inner=[])
-            gather.local_inputs = ()
+            tensors, gather.local_inputs = received(gather, gather.local_inputs, None)[0], ()
         else:
-            whole = received(gather, gathered, old)
-        sampled = gather.samples
+            tensors, inner = received(gather, gathered, old)
         if old is not None:
-            old.fill(whole.tensors, sampled)
+            old.fill(tensors, gather.samples)
             return None
         shape = torch.Size((gather.shard.rows, gather.columns))
-        return CodedWeight(whole.tensors, sampled, shape, param_dtype), tuple(whole.inner)
+        return CodedWeight(tensors, gather.samples, shape, param_dtype), tuple(inner)
 
     def _own_memory(self, out: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Return the rows of the only rank as the whole weight, without a copy."""
@@ -550,15 +541,13 @@ class CodedShard(Tensor):
         return None
 
 
-class Received(NamedTuple):
-    """Tensors of a whole weight by name, and those that FSDP2 frees and allocates."""
+def received(
+    gather: WeightGather, gathered: tuple[Tensor, ...], old: CodedWeight | None
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Return (codes and samples of the whole weight by name, those of them that FSDP2 frees and allocates).
 
-    tensors: dict[str, Tensor]
-    inner: list[Tensor]
-
-
-def received(gather: WeightGather, gathered: tuple[Tensor, ...], old: CodedWeight | None) -> Received:
-    """Return codes and samples of the whole weight. Memory of an earlier gather is written again, as FSDP2 asks for it."""
+    Memory of an earlier gather is written again, as FSDP2 asks for it.
+    """
     assert gather.sizes is not None
     tensors = [
         gathered_bytes.view(dtype).view(-1, *shape[1:])
@@ -569,7 +558,7 @@ def received(gather: WeightGather, gathered: tuple[Tensor, ...], old: CodedWeigh
     if gather.layer.precision.sampling is not None:
         parts["block_amax"] = gather.shard.joined(next(rest), gather.block)
     if gather.uncast:
-        return Received({"w_hat": next(rest)[: gather.shard.rows], **parts}, [])
+        return {"w_hat": next(rest)[: gather.shard.rows], **parts}, []
     inner: list[Tensor] = []
 
     def keep(name: str, transposed: Tensor) -> None:
@@ -582,35 +571,27 @@ def received(gather: WeightGather, gathered: tuple[Tensor, ...], old: CodedWeigh
         inner.append(memory)
 
     for job in gather.jobs():
-        format = Format.parse(job.casting.container or job.cast.format)
         if job.along:
-            values = next(rest)[: gather.shard.rows]
-            parts["along"] = values
-            scale = _received_scale(gather, job, rest, "along")
-            if scale is not None:
-                parts["along_scale"] = scale
+            parts["along"] = next(rest)[: gather.shard.rows]
+            parts |= _received_scale(gather, job, rest, "along")
         if job.symmetric:
-            keep("across", _transposed_codes(parts["along"], gather.columns, format))
+            keep("across", _transposed_codes(parts["along"], gather.columns, job.format))
             for name in ("scale", "tensor"):
                 if (scale := parts.get(f"along_{name}", gather.constants.get(f"along_{name}"))) is not None:
                     parts[f"across_{name}"] = functional.transposed_scale(scale).contiguous()
         elif job.across:
-            per = rows_per_row(format)
-            keep("across", next(rest)[: -(-gather.shard.rows // per)].T)
-            scale = _received_scale(gather, job, rest, "across")
-            if scale is not None:
-                parts["across_scale"] = scale
-    return Received({**gather.constants, **parts}, inner)
+            keep("across", next(rest)[: -(-gather.shard.rows // rows_per_row(job.format))].T)
+            parts |= _received_scale(gather, job, rest, "across")
+    return {**gather.constants, **parts}, inner
 
 
-def _received_scale(gather: WeightGather, job: Job, rest: Iterator[Tensor], layout: str) -> Tensor | None:
-    if job.cast.group.kind in ("none", "tensor"):
-        return None
+def _received_scale(gather: WeightGather, job: Job, rest: Iterator[Tensor], layout: str) -> dict[str, Tensor]:
     across = layout == "across"
-    rows = gather.shard.joined(next(rest), job.groups.height if across or job.cast.group.kind == "block" else 1)
-    lines = groups.lines_innermost(job.cast)
+    if not (height := job.scale_height(across=across)):
+        return {}
+    rows = gather.shard.joined(next(rest), height)
     scale = rows.T if across else rows
-    return scale.mT.contiguous().mT if lines else scale.contiguous()
+    return {f"{layout}_scale": scale.mT.contiguous().mT if groups.lines_innermost(job.cast) else scale.contiguous()}
 
 
 def _transposed_codes(values: Tensor, columns: int, format: Format) -> Tensor:

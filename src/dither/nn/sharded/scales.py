@@ -52,16 +52,10 @@ def cast_part(
     layouts: tuple[bool, bool],
     cast: Callable[[Tensor, Tensor | None], Any],
 ) -> tuple[Any, Any]:
-    """Cast a part of a matrix whose scale groups reach into the parts of other ranks. Return its codes along and across.
+    """Cast a part [R, C] of a matrix whose scale groups reach into the parts of other ranks. Return its codes along and across.
 
-    Args:
-        x: The part [R, C].
-        text: The cast.
-        given: The magnitude of the tensor to scale by, if it is known.
-        group: Name of the group of ranks that have the other parts.
-        axis: The axis that they share.
-        layouts: True for codes along rows, and across them, if they are needed.
-        cast: Function of a matrix and the magnitude of the tensor, which returns both layouts of codes.
+    The ranks of `group` share `axis`. `given` is the magnitude of the tensor to scale by, if it is known; `layouts` says which
+    codes are needed, along rows and across them; `cast` returns both for a matrix and the magnitude of its tensor.
     """
     if _group_kind(text) != "row":
         one, other = cast(x, largest_magnitude(x, group) if given is None else given)

@@ -5,29 +5,19 @@ boundaries must not split tiles and blocks. Scales of rows and tensors, and the 
 operand: ranks all-reduce its largest magnitudes.
 """
 
-import math
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple, TypeVar
 
 from torch import Size, Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dither.errors import UserError
 from dither.nn import functional
 from dither.nn.functional import Settings, State
 from dither.nn.sharded.scales import spans
 from dither.ops.backend import assume_constant_result
+from dither.ops.ranks import contiguous_strides, local, offset_of
 from dither.spec import Cast
-
-Spread = TypeVar("Spread", Tensor, "Tensor | None")
-
-
-def local(x: Spread) -> Spread:
-    """Return the local shard of a DTensor; any other tensor, or None, unchanged."""
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def linear(x: Tensor, weight: DTensor, bias: Tensor | None, settings: Settings, state: State) -> DTensor:
@@ -53,8 +43,7 @@ def linear(x: Tensor, weight: DTensor, bias: Tensor | None, settings: Settings, 
         own = _placed(x, mesh, Replicate()).to_local(grad_placements=[Partial()])
         y = functional.linear(own, weight.to_local(), local(bias), settings, state=state)
         shape = Size((*y.shape[:-1], size))  # shards may have different sizes
-        stride = tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
-        return DTensor.from_local(y, mesh, [Shard(y.dim() - 1)], run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(y, mesh, [Shard(y.dim() - 1)], run_check=False, shape=shape, stride=contiguous_strides(shape))
     settings = shard_at(settings, "input", 0, first, group)
     settings = shard_at(settings, "weight", *((first, 0) if settings.transposed else (0, first)), group, placement.dim)
     own = _placed(x, mesh, Shard(x.dim() - 1)).to_local()
@@ -79,8 +68,7 @@ def weight_settings(name: str, weight: DTensor, settings: Settings) -> Settings:
     """Return the settings to cast this rank's part of a weight; raise if a shard boundary splits a scale group."""
     _one_dimension(name, weight)
     _check_settings(name, weight, settings)
-    _, (row, column) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-    (placement,) = weight.placements
+    (row, column), (placement,) = offset_of(weight), weight.placements
     if not isinstance(placement, Shard):
         return shard_at(settings, "weight", row, column)
     return shard_at(settings, "weight", row, column, _group_name(weight.device_mesh), placement.dim)
@@ -100,34 +88,6 @@ def _placed(x: Tensor, mesh: DeviceMesh, placement: Replicate | Shard) -> DTenso
     if not isinstance(x, DTensor):  # replicated on every rank
         x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
     return x.redistribute(mesh, [placement])
-
-
-class Part(NamedTuple):
-    """The part of a tensor [..., C] on this rank: a matrix of whole rows, or of their columns from `column` on.
-
-    In the latter case `group` has the ranks with the other columns.
-    """
-
-    matrix: Tensor
-    column: int = 0
-    group: ProcessGroup | None = None
-
-
-def part_of(x: Tensor) -> Part:
-    """Return this rank's part of an operand or a result. Partial tensors are all-reduced; row shards are all-gathered."""
-    if not isinstance(x, DTensor):
-        return Part(x.reshape(-1, x.shape[-1]))
-    mesh = x.device_mesh
-    if mesh.ndim == 1 and x.placements[0].is_shard(x.dim() - 1):
-        own = x.to_local()
-        return Part(own.reshape(-1, own.shape[-1]), first_column(x), mesh.get_group())
-    own = x.redistribute(mesh, [Replicate()] * mesh.ndim).to_local()
-    return Part(own.reshape(-1, own.shape[-1]))
-
-
-def first_column(x: DTensor) -> int:
-    """Return the first column of this rank's shard of a tensor [..., C]."""
-    return compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)[1][-1]
 
 
 def _sharding(weight: DTensor, transposed: bool) -> tuple[bool, int, int]:

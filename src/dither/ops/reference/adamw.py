@@ -12,6 +12,22 @@ quotient is computed as 2^48 m / (...), and `size` includes the factor 2^-48: th
 without a special case for small ones. A second moment that overflowed gives NaN instead of a weight that never moves.
 
 Adam-mini (Zhang et al., 2024) has one v per run of rows: g g above is then the mean over the run.
+
+Master weights may be split into a bfloat16 weight, which the model reads, and more bits, which only the optimizer reads.
+
+A float32 number is 16 upper and 16 lower bits. Its nearest bfloat16 number is the upper half, or the one above it if the lower
+half is more than half a unit. The lower half as a signed number, from -2^15 to 2^15, says which:
+
+    split      master = weight * 2^16 + low                  as integers, the bits of float32; low is int16
+    split24    master = weight * 2^16 + low * 2^8            low is int8: a float with 8 bits of exponent and 15 of mantissa
+
+Ties to even make 2^16 + 1 masters round to an even weight, one more than 16 bits can tell apart: low = 2^15 and low = -2^15
+both occur. `split` returns this last bit separately, True for +2^15, and the optimizer keeps it in the sign of the second
+moment, which is never negative. So the master is exactly the float32 number, and the weight is exactly that number rounded to
+nearest even. Masters of 24 bits are rounded to nearest even; the weight is then the nearest one, ties away from zero.
+FlashOptim (arXiv 2602.23349) keeps 24 bits as the error in units of 1/254 of the weight's spacing; here it is 1/256.
+
+NaN has low = 0, so it stays NaN.
 """
 
 import math
@@ -21,6 +37,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dither.ops import storage
 from dither.ops.reference import philox, rounding, state_maps
 from dither.ops.reference import scales as scaling
 from dither.spec import Rounding, Scale
@@ -97,7 +114,7 @@ def wide_weight(weight: Tensor, state: Mapping[str, Tensor]) -> Tensor:
     return weight.float() + state["remainder"].float() if "remainder" in state else weight.float()
 
 
-FORMATS = {torch.float32: TABLE["fp32"], torch.bfloat16: TABLE["bf16"], torch.float16: TABLE["fp16"]}
+FORMATS = {storage.DTYPES[name]: TABLE[name] for name in ("fp32", "bf16", "fp16")}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,30 @@
-"""Gradients of cross entropy as FP8 codes in both layouts, for an output layer whose products run in FP8.
+"""Cross entropy by rows: the losses of N tokens over a vocabulary of V, and the gradients of their logits.
 
-The codes are those of `quantize_both` of the gradients of `backward`, which rounds them to the dtype of
-the logits first. A kernel that computes both at once writes no gradients to memory.
+    loss = log sum_v exp(x_v - m) - (x_t - m),   d loss / d x_v = exp((x_v - m) - log sum) - [v = t],   m = max_v x_v
+
+for logits x and the target t. The logsumexp, m + log sum, is kept as these two parts: as one float32 number it would be
+rounded to half an ulp of m, an error of 5e-4 in every gradient if logits are about 1e4. Example: x = [0, ln 3] with the
+target 0 has the parts ln 3 and ln 4/3, the loss ln 4/3 + ln 3 = ln 4, and the gradients [1/4 - 1, 3/4].
+
+A target of -100 is ignored: loss and parts are 0. Loss, parts and gradients of a row are NaN if its target is any other number
+outside the vocabulary, or if the row holds NaN or +Inf, or nothing but -Inf. So an error shows in the loss without a
+synchronization. -Inf among other logits is a probability of zero.
+
+The errors against exact arithmetic on the same logits are at most as follows, in the kernel and in this reference, whose sums
+add pairwise. u is 2^-24; exponentials are assumed accurate to 4 u and logarithms to 2 u (two ulps and one).
+
+    loss:      u (2 loss + 3 ln V + 6 ceil(V / 4096) + 40)
+    gradient:  |weight| u (p (3 ln V + 6 ceil(V / 4096) + 40) + 4), and half an ulp of the dtype; p is the probability
+
+Proof sketch: a term exp(-d) of the sum has an error of 4 u from the exponential and 3 u d from its argument. The mean of d,
+weighted by the terms, is at most ln V - log sum (with log sum it is the entropy), so the logits contribute at most ln V. Each
+block of 4096 that raises m multiplies the sum once more (5 u) and adds to it (1 u). The additions in runs of 8, the tree over
+at most 1024 runs and the edges of the row contribute at most 36 u. In gradients the argument z = d + log sum has an error of
+4 u z, and z exp(-z) <= 1/e; the two operations that follow add 2 u.
+
+Gradients can be written as FP8 codes in both layouts (`backward_codes`), for an output layer whose products run in FP8. The
+codes are those of `quantize_both` of the gradients of `backward`, which rounds them to the dtype of the logits first. A kernel
+that computes both at once writes no gradients to memory.
 
 A scale per tensor is not measured, so that no pass over the gradients precedes the cast. Gradients are (p - y) w, with the
 probability p, y = 1 at the target and else 0, and the weight w of a row: at most |w|, since |p - y| <= 1. The scale is that of
@@ -76,7 +99,7 @@ def backward(logits_NV: Tensor, targets_N: Tensor, parts_2N: Tensor, weights_N: 
 
 
 def gradients_like(logits_NV: Tensor) -> Tensor:
-    """Return an empty tensor for the gradients, with the padding of the logits' rows (see `dither.nn.output`) or none."""
+    """Return an empty tensor for the gradients, with the padding of the logits' rows (see `aligned_linear`) or none."""
     N, V = logits_NV.shape
     stride = logits_NV.stride(0)
     padded = logits_NV.stride(1) == 1 and V <= stride < V + ROOM

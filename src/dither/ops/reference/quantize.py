@@ -1,4 +1,8 @@
-"""Codes of the other layout: square blocks and whole tensors have the same codes along both axes."""
+"""Casting with scales: to stored codes, back to numbers, and the round trip without storing codes.
+
+Shapes: a tensor is seen as matrices x_BRC [batch, rows, columns], with groups [B, P, Q] along the axis that is cast; see
+`dither.spec.groups.GroupLayout`.
+"""
 
 import torch
 from torch import Tensor

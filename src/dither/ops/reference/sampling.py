@@ -14,7 +14,6 @@ from dither.ops.reference import philox, rounding
 from dither.spec import Rounding
 from dither.spec.formats import TABLE, Format
 from dither.spec.random import Draw
-from dither.spec.sampling import NOISES as NOISES
 
 DTYPES = {storage.DTYPES[name]: TABLE[name] for name in ("fp32", "bf16", "fp16", "e4m3", "e5m2")}
 """Dtypes of sampled weights."""

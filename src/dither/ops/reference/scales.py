@@ -153,11 +153,6 @@ def empty_history(length: int, device: torch.device | str = "cpu") -> Tensor:
     return torch.zeros(length, dtype=torch.float32, device=device)
 
 
-def push_amax(history: Tensor, amax: Tensor) -> Tensor:
-    """Return the history after a step with largest magnitude `amax` (0-d), newest first; the argument is not changed."""
-    return torch.cat([amax.reshape(1), history[:-1]])
-
-
 def delayed_amax(history: Tensor, scale: Scale) -> Tensor:
     """Return the magnitude (0-d) that scales the next step: the largest of the history, or its newest entry."""
     return history[0] if scale.algo == "most_recent" else history.amax()

@@ -1,4 +1,15 @@
-"""The companded 8-bit states of FlashOptim (arXiv 2602.23349), in blocks of any size, each with one float32 scale.
+"""Maps of 8-bit optimizer states: the dynamic map of bitsandbytes, and the companded states of FlashOptim.
+
+The dynamic map (Dettmers, 2015; "8-bit optimizers via block-wise quantization", 2022) is for numbers from -1 to 1, or from 0 to
+1, and has seven decades. Decade i, from 10^(i-7) to 10^(i-6), is divided into 2^i equal parts (2^(i+1) without sign), and
+their midpoints are values of the map. Zero and one are values too; minus one is not. Counted from zero upwards, value p is
+
+    10^(i - 6) * (0.1 + 0.9 * (t - 2^k + 1/2) / 2^k),  t = p, k = i (with sign)  or  t = p + 1, k = i + 1 (without),
+
+where 2^k <= t < 2^(k+1): the leading bit of t gives the decade. Within a decade the map is linear, `step * (t - first)`. A code
+is the position in ascending order, as in bitsandbytes: 127 + p for +p, 127 - p for -p, and p without sign.
+
+Companded states (arXiv 2602.23349) are in blocks of any size, each with one float32 scale:
 
     first moment     c = round(127 y),  y = 2 x / (1 + |x|),  x = m / max|m|       m = max|m| * c / (254 - |c|)
                      computed as 254 m * (1 / (max|m| + |m|)), in float32

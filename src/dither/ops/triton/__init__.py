@@ -7,7 +7,7 @@ Legend of the compile-time constants that most files share:
 
     F, C           format that values are rounded to, and format of the stored codes (`rounding.Fields`)
     H              rounding: kind, random bits, and what the device offers (`rounding.RoundingConstants`)
-    S              scaling of groups (`scaling.Scaling`)
+    S              scaling of groups (`scales.Scaling`)
     E, SCALE, W    format of the stored scales (E4M3 for nvfp4), and the rounding of the scales
     P, Q           lines and elements per line of a tile, in the orientation that is cast
     GP, GQ         lines and elements per line of a group that shares a scale

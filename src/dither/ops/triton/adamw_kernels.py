@@ -1,7 +1,28 @@
 """The kernels of AdamW and Adam-mini: one pass over memory, many tensors per launch; see `dither.ops.reference.adamw`.
 
 Tables in device memory say where each tensor lies (`ops.triton.adamw_tables`). A program looks up the piece that its tiles
-belong to. A tile is TILE elements in memory order. The one-letter constants are listed in `dither.ops.triton.adamw_kernels`.
+belong to. A tile is TILE elements in memory order.
+
+Legend:
+
+    w, g, m, v     weights, gradients, first and second moments of a tile, float32[TILE]
+    extra          the float32 master weights, or Kahan's remainder; w itself in MODE "plain"; in memory, the low bits of
+                   masters that are split (`dither.ops.reference.adamw`)
+    offset         int[TILE]: where the elements lie in memory, counted from the tile's base
+    inside         bool[TILE]: False for lanes beyond the end of the tensor
+    row, column    coordinates in the whole parameter, by which random bits are drawn
+    W, WH          format of the weights (`rounding.Fields`) and their rounding (`rounding.RoundingConstants`)
+    F, FH, S       format of the states, their rounding, and the scaling of 8-bit states (`scales.Scaling`)
+    H              a rounding in general: WH or FH
+    MODE           how weights are kept: "plain", "kahan", or with masters: "master" (float32), "split" or "split24"
+    KIND           how moments are kept: "whole" (fp32, bf16), "codes" (8-bit formats), "dynamic8" or "companded8"
+    GROUP          neighbours in a row that share the scale of an 8-bit state
+    W_TYPE, G_TYPE, S_TYPE    types of weights, gradients and states in memory; E_TYPE that of `extra`
+    W_STORE, S_STORE          integers of the size of weights and states, as which they are stored
+    TILE, TILES    elements of a tile, and tiles of a program
+    FLAT           rows are whole Philox blocks (and whole groups), so tiles run over the ends of rows and no lane is idle
+    ALIGNED        all addresses are multiples of 16 bytes
+    NATIVE         the GPU's own instructions may be used
 """
 
 import triton

@@ -1,10 +1,22 @@
-"""Gradients of cross entropy as FP8 codes in both layouts, as in `dither.ops.reference.loss`.
+"""Cross entropy by rows and its gradients, as in `ops.reference.loss` up to the order of additions and the last bits of exp.
 
-A program computes the gradients of a tile as `slopes` does, rounds them to the dtype of the logits, and casts them
-as `ops.triton.quantize` does: the same bits, without gradients in memory. `ops.triton.tiles` has the legend of the
-constants.
+    loss = log(sum exp(x - largest)) - (x[target] - largest)
+    gradient = (softmax(x) - one at the target) * weight
 
-Bytes that must move per logit of bfloat16: 2 + 1 + 1. Gradients in bfloat16 would take 2 more to write and 2 more to read.
+One program per row, which it reads once. A thread holds runs of 16 bytes (eight bfloat16 neighbours). Each run of the tile has
+its own largest logit and its own sum, so that threads combine them once per row. When the largest logit grows, the sum is
+multiplied by exp(old - new): one more exponential per run. If V is not a multiple of the run, rows begin anywhere. Whole runs
+are then still loaded and stored 16 bytes at a time, and the edges element by element.
+
+Legend: RUN elements are 16 bytes, RUNS runs are loaded at a time, EVEN says that all rows consist of whole runs, ALIKE that
+runs of logits are aligned where runs of gradients are, `words` is V, the size of the vocabulary.
+
+Bytes that must move: the logits once in forward; the logits and as many gradients in backward. Ignored rows are not read.
+
+Gradients as FP8 codes: a program computes the gradients of a tile as `slopes` does, rounds them to the dtype of the logits, and
+casts them as `ops.triton.quantize` does: the same bits, without gradients in memory. `ops.triton.tiles` has the legend of the
+constants. Bytes that must move per logit of bfloat16: 2 + 1 + 1. Gradients in bfloat16 would take 2 more to write and 2 more to
+read.
 """
 
 import functools

@@ -1,4 +1,14 @@
-"""Codes of the other layout, as in `dither.ops.reference.quantize`: 2 bytes move per element."""
+"""Casting with scales, as in `dither.ops.reference.quantize`: one kernel reads a tensor once and writes codes and scales.
+
+A program holds a tile x_RC of one matrix. It casts along the columns or along the rows (on the transposed tile), and stores
+codes with the quantized axis innermost. If both layouts hold the same codes, it casts once and stores them twice.
+`dither.ops.triton.tiles` has the legend of the constants and the work of a program.
+
+Bytes that must move per element, bfloat16 to FP8 with 1 x 128 tiles: 2 + 1 + 4/128, and 1 + 4/128 more for both layouts.
+
+Dequantizing, legend: F is the format of the codes, S the scaling, E the format of stored block scales (nvfp4 only). A program
+has a tile of P lines of Q elements; `gp` and `gq` are the lines and elements per line of a group.
+"""
 
 import functools
 from typing import Any

@@ -1,4 +1,8 @@
-"""Companded 8-bit states, as in `dither.ops.reference.state_maps`: device functions for other kernels."""
+"""Maps of 8-bit states, as in `dither.ops.reference.state_maps`: device functions for other kernels.
+
+The dynamic map is one table of LENGTH words per sign: 256 values, then (from BINADES on) 32 words, one per binade, then (from
+DECADES on) two words per decade. `device_tables` fills it.
+"""
 
 import functools
 

@@ -7,7 +7,7 @@ Legend:
     GP, GQ         lines and elements per line of a group that shares a scale
     F, C           format that values are rounded to, and format of the stored codes
     H              rounding of the values (`rounding.RoundingConstants`)
-    S              scaling (`scaling.Scaling`)
+    S              scaling (`scales.Scaling`)
     E or SCALE, W  format of stored block scales (E4M3, nvfp4 only) and their rounding
     A, RUN         arrangement of a thread's elements, see `element_coordinates`
     MEASURE        scales come from the groups of this tile; else `amax` is passed in
