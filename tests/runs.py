@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_output import error_line
 
 from dither import cli
 from dither.console import Tick, silent
@@ -69,6 +68,18 @@ def lines(out: Path, kind: str | None = None) -> list[dict[str, Any]]:
 def losses(out: Path, kind: str = "train") -> list[float]:
     """Return the losses of a run by step: of a step that was trained again after a resume, the last."""
     return [line["loss"] for line in {line["step"]: line for line in lines(out, kind)}.values()]
+
+
+def error_line(printed: str) -> str:
+    """Return the sentence of a failed command with its line end; it is the last line and the only one of its kind.
+
+    >>> error_line("Reading runs/a ...\\ndither: error: There is no run 'runs/a'.\\n")
+    "dither: error: There is no run 'runs/a'.\\n"
+    """
+    lines = printed.splitlines()
+    assert [line.startswith("dither: error: ") for line in lines] == [False] * (len(lines) - 1) + [True], printed
+    assert "Traceback" not in printed
+    return f"{lines[-1]}\n"
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> str:

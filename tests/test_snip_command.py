@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_output import error_line
-from runs import config_of, lines
+from runs import config_of, error_line, lines
 
 import dither
 from dither import LayerPrecision, Plan, UserError, checkpoint, cli, recipe
