@@ -187,7 +187,9 @@ def answer(arguments: argparse.Namespace) -> None:
     import torch
 
     from dither.evaluate import TaskScore, log_likelihoods
-    from dither.train import config, evaluation, loop
+    from dither.evaluate import variants as evaluation
+    from dither.train import config, loop
+    from dither.train.ranks import joined
     from dither.train.records import Progress
 
     with np.load(arguments.requests) as file:
@@ -221,7 +223,9 @@ def answer(arguments: argparse.Namespace) -> None:
 
             casts = tuple(cast for cast in CASTS if cast != "learned" or arm == "GaussWS")
             variants = evaluation.Variants(casts=casts, plans=tuple(PLANS))
-            result = evaluation.run(out, variants=variants, score=score, sequences=size["eval"], device=arguments.device)
+            with joined(arguments.device) as ranks:
+                device = ranks.device
+            result = evaluation.evaluate(out, variants=variants, score=score, sequences=size["eval"], device=device)
             labels = ["BF16", *(CASTS[cast] for cast in casts), *PLANS.values()]
             rows = []
             for label, variant, (nats, greedy) in zip(labels, result.variants, found, strict=True):
@@ -238,8 +242,8 @@ def answer(arguments: argparse.Namespace) -> None:
 
 def score_answers(arguments: argparse.Namespace) -> None:
     """Print tables of scores and of paired differences."""
+    from dither.evaluate.variants import Variant
     from dither.integrations import lm_eval
-    from dither.train.evaluation import Variant
 
     with np.load(arguments.requests) as file:
         stored, asked = {name: file[name] for name in ("tokens", "lengths")}, json.loads(str(file["meta"]))

@@ -26,6 +26,19 @@ MAKERS = {
     "llama": lambda: build(LlamaConfig(hidden_size=128, intermediate_size=256, **SIZES)),
     "gpt2": lambda: build(GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=VOCAB, n_positions=64)),
     "qwen3": lambda: _transformers("qwen3", hidden_size=128, intermediate_size=256, num_key_value_heads=2, head_dim=64),
+    "qwen2": lambda: _transformers(
+        "qwen2", hidden_size=128, intermediate_size=256, num_key_value_heads=1, tie_word_embeddings=True
+    ),
+    "mistral": lambda: _transformers("mistral", hidden_size=128, intermediate_size=256, num_key_value_heads=1, head_dim=32),
+    "qwen3_moe": lambda: _transformers(
+        "qwen3_moe",
+        hidden_size=128,
+        moe_intermediate_size=128,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_experts=2,
+        num_experts_per_tok=1,
+    ),
     "mixtral": lambda: _transformers(
         "mixtral", hidden_size=128, intermediate_size=256, num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=1
     ),

@@ -11,7 +11,7 @@ import pytest
 
 from dither import cli
 from dither.console import Tick, silent
-from dither.models.settings import Model
+from dither.models.sizes import Model
 from dither.train import Config
 from dither.train import config as configs
 from dither.train.config import Data, Precision, RunSettings

@@ -10,7 +10,7 @@ from dither import checkpoint, cli
 from dither.data import BYTES, Loader, Prefetch, held_out, load_template, load_tokenizer, open_tokens, prepare, train_bpe
 from dither.data.chat import ChatTemplate, read_conversation
 from dither.errors import UserError
-from dither.evaluate.held_out import counted_targets, perplexity, summed_loss
+from dither.evaluate.held_out import batch_losses, counted_targets, perplexity
 from dither.models import build
 
 CHATML = (
@@ -107,7 +107,7 @@ def test_a_bad_line_is_named_with_its_file_and_number(line, tmp_path):
 def test_only_json_lines_are_conversations(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     for source in (tmp_path / "a.txt", "stdlib", "hf:name"):
-        with pytest.raises(UserError, match="Conversations come from files of JSON lines"):
+        with pytest.raises(UserError, match="Conversations and questions are JSON lines"):
             prepare(source, tmp_path / "out", ChatTemplate(BYTES))
 
 
@@ -242,7 +242,7 @@ def test_evaluation_is_the_mean_over_counted_targets(prepared):
         logits = model(windows.inputs).flatten(0, 1)
         counted = windows.counted[:, 1:].flatten()
         expected = torch.nn.functional.cross_entropy(logits[counted], windows.tokens[:, 1:].flatten()[counted], reduction="sum")
-        found = [float(sum(summed_loss(model, windows.part(rank, 3), size) for rank in range(3))) for size in (1, 5)]
+        found = [float(sum(sum(batch_losses(model, windows.part(rank, 3), size)) for rank in range(3))) for size in (1, 5)]
     assert found == pytest.approx([float(expected)] * 2, rel=1e-5)
     whole = perplexity(model, prepared.held_out, 10)
     assert whole.tokens == int(counted.sum()) == len(counted_targets(windows))

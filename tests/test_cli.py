@@ -21,7 +21,7 @@ from dither import UserError, checkpoint, cli, data
 from dither.commands.data import _default_folder
 from dither.commands.train import resolve, summary
 from dither.console import print_table
-from dither.data.splits import split_text
+from dither.data.preparation import split_text
 from dither.models import build, save_pretrained
 from dither.models.open import load_weights
 from dither.ops.ranks import first_error, gather

@@ -12,8 +12,8 @@ from runs import said, trained_run
 from dither import UserError, checkpoint, cli
 from dither.data import open_tokens, train_bpe
 from dither.evaluate import perplexity
+from dither.evaluate.deployment import parse_cast
 from dither.models import build, preset, save_pretrained
-from dither.train.evaluation import parse_cast
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,13 @@ from torch import nn
 
 import dither
 from dither import BitwidthLoss, Plan, Sampling, UserError, WeightDecay, cli, recipe
+from dither.data import corpus
 from dither.models import PRESETS
-from dither.models.settings import Model
+from dither.models.sizes import Model
 from dither.optim import MODES
 from dither.settings import toml, types_of, value_at
 from dither.snip import Snip, SnipSettings
 from dither.spec.optimizer import BLOCKS
-from dither.train import corpora
 from dither.train import trainer as trainers
 from dither.train.config import (
     Config,
@@ -124,9 +124,10 @@ def test_every_field_has_a_sentence_a_type_and_its_default():
     expected = {prefix + each.name for prefix, cls in classes.items() for each in dataclasses.fields(cls)}
     assert set(found) == expected - {"precision.sampling"}
     assert all(each.sentence.endswith(".") and each.type for each in found.values())
-    assert found["optim.min_lr"] == ("optim.min_lr", "float", 0.0, "Learning rate at the end of cosine and wsd.")
+    eps = "Added to the square root of the second moment."
+    assert found["optim.eps"] == ("optim.eps", "float", 1e-8, eps)
     assert found["optim.schedule"].type == "cosine | wsd | constant"
-    assert "# Learning rate at the end of cosine and wsd.\nmin_lr = 0.0\n" in dumps(Config(), comments=True)
+    assert f"# {eps}\neps = 1e-08\n" in dumps(Config(), comments=True)
 
 
 def test_what_may_be_absent_is_absent_by_default():
@@ -470,6 +471,7 @@ def test_schedules():
     assert wsd[151:] == pytest.approx([0.2 + 1.8 * (200 - step) / 50 for step in range(151, 200)])
     assert rates(schedule="wsd", warmup=0.0, decay=0.0) == [2.0] * 200
     assert rates(schedule="cosine", warmup=1.0)[-1] == 2.0
+    assert rates(schedule="cosine") == rates(schedule="cosine", min_lr=0.2)
     for step in (-1, 200, 1.0, True):
         with pytest.raises(UserError, match="are 0 to 199"):
             schedule(Config(run=RunSettings(steps=200)), step)
@@ -489,7 +491,7 @@ IMPOSSIBLE = {
 
 @pytest.mark.parametrize("settings", IMPOSSIBLE)
 def test_an_impossible_goal_is_an_error_before_the_model_is_built(settings, tmp_path, monkeypatch, capsys):
-    for module, name in ((trainers, "_model"), (corpora, "prepare"), (corpora, "open_tokens")):
+    for module, name in ((trainers, "_model"), (corpus, "prepare"), (corpus, "open_tokens")):
         monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("too late"))
     words = ["snip.target=0.5", "precision.recipe=fp8-block", *settings.split()]
     assert cli.main(["train", "--out", str(tmp_path / "run"), "--set", *words]) == 2

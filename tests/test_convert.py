@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from dither import UserError
+from dither.data import open_corpus
 from dither.nn import Conversion, Linear, convert, step_context
 from dither.ops import backend
 from dither.spec import PRODUCTS, LayerPrecision, Plan
@@ -20,7 +21,7 @@ from dither.spec.engines import Verified
 from dither.spec.recipes import RECIPES, recipe
 from dither.train import Config, train
 from dither.train.ranks import joined
-from dither.train.trainer import Trainer, open_corpus
+from dither.train.trainer import Trainer
 
 FP8 = LayerPrecision.of("e4m3 tile(128)", "e4m3 block(128)", "e4m3 tile(128)")
 FP4 = LayerPrecision.of("e2m1 tile(128)", "e2m1 block(128)", "e2m1 tile(128)")
@@ -639,7 +640,7 @@ def settings(folder, out, *more: str) -> Config:
 def conversion(run: Config, out):
     out.mkdir(exist_ok=True)
     with joined("cpu") as ranks:
-        return Trainer(run, open_corpus(run, out, ranks), ranks).conversion
+        return Trainer(run, open_corpus(run.data, out), ranks).conversion
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from worlds import forked
 
 import dither.data as data
-from dither import UserError, cli
+from dither import UserError, cli, files
 from dither.data import loader as loading
-from dither.data import open_tokens, preparation, prepare, tokens
+from dither.data import open_tokens, prepare, tokens
 from dither.data import text as texts
 from dither.data import tokens as tokens_module
 from dither.data.tokens import Shard, verify_shards
@@ -240,6 +240,28 @@ def test_hugging_face_datasets_are_streamed_by_name_split_and_field(monkeypatch)
     with pytest.raises(UserError, match=r"datasets 4 or newer, not 3\.6\.0") as error:
         data.documents("hf:some/set")
     one_sentence(error)
+
+
+def test_a_dataset_that_save_to_disk_wrote_is_read_row_by_row(tmp_path):
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"text": ["one", " ", "two"], "body": ["a", "b", "c"]})
+    rows.save_to_disk(tmp_path / "saved")
+    assert [document.text for document in data.documents(tmp_path / "saved")] == ["one", "two"]
+    assert [document.text for document in data.documents(tmp_path / "saved", field="body")] == ["a", "b", "c"]
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "splits")
+    for folder, field, words in (
+        ("saved", "x", "There is no column 'x'.*: it has text, body"),
+        ("splits", "text", "/train', "),
+    ):
+        with pytest.raises(UserError, match=words) as error:
+            data.documents(tmp_path / folder, field=field)
+        one_sentence(error)
+    (tmp_path / "a.txt").write_text("three")
+    left = []
+    found = data.documents(tmp_path, skip=lambda where, why: left.append((Path(where).name, why)))
+    assert [document.text for document in found] == ["three"]
+    assert sorted(left) == [("saved", "a saved dataset"), ("splits", "a saved dataset")]
 
 
 @pytest.mark.parametrize(
@@ -599,7 +621,7 @@ def test_a_killed_run_leaves_no_tokens_and_is_swept_away(folder, tmp_path):
     def meanwhile(counts):
         # The leftover is gone; what is being written is locked, and another run leaves it alone.
         assert not left[0].exists()
-        preparation._sweep(out)
+        files.sweep(out)
         assert any(path.name.startswith(".tokens.") for path in tmp_path.iterdir())
 
     data.prepare(str(folder), out, held_out=0.2, progress=meanwhile)

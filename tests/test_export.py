@@ -22,7 +22,7 @@ from dither.exporting.gguf import _mxfp4
 from dither.exporting.record import load
 from dither.models import LlamaConfig, build, generate, hf, load_pretrained, open_model, save_pretrained
 from dither.models.open import Opened, load_weights
-from dither.models.settings import Model
+from dither.models.sizes import Model
 from dither.spec import Cast, LayerPrecision, Sampling
 
 transformers = Lazy("transformers")
@@ -112,7 +112,7 @@ def test_the_loss_after_the_cast_includes_casts_of_inputs(tmp_path):
 
     dither.export(trained("qwen3"), tmp_path / "out", format="fp8-dynamic", evaluate=evaluate)
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)(TOKENS).logits
-    uncast = load(tmp_path / "out", quantized=True)(TOKENS).logits
+    uncast = load(tmp_path / "out")(TOKENS).logits
     # Ties of inputs are broken by the last bits of sums, so few tokens differ; without the casts of inputs all do.
     apart = [(found - other).abs().amax(-1).median().item() for other in (logits[1], uncast)]
     assert apart[0] < 1e-5 < 1e-3 < apart[1]
@@ -123,7 +123,7 @@ def test_the_folder_is_loaded_without_arguments_in_bf16(tmp_path):
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     logits = found(TOKENS[:, :4]).logits
     assert logits.dtype == torch.bfloat16
-    expected = load(tmp_path / "out", quantized=True)(TOKENS[:, :4]).logits
+    expected = load(tmp_path / "out")(TOKENS[:, :4]).logits
     torch.testing.assert_close(logits.float(), expected, atol=0.1, rtol=0.1)
 
 
@@ -256,6 +256,30 @@ def test_auto_takes_the_casts_of_a_converted_model_or_asks_for_a_plan(tmp_path):
         dither.export(ragged(), tmp_path / "other", format="auto")
     with pytest.raises(UserError, match="use format='auto'"):
         dither.export(ragged(), tmp_path / "other", format="mxfp4", plan=Plan())
+
+
+EXPERTS = {
+    "as trained": (None, {"fp8-block"}),
+    "beside another": (("*.o_proj", "mxfp4"), {"mxfp4", "bf16"}),  # block scales of experts beside other formats: not read
+    "in four bits": (("*.experts.*", "mxfp4"), {"mxfp4", "fp8-block"}),
+    "in rows": (("*.experts.*", "e4m3 row"), {"fp8-dynamic", "fp8-block"}),
+    "in tensors": (("*.experts.*", "nvfp4"), {"bf16", "fp8-block"}),
+}
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_auto_writes_mixtures_that_transformers_loads(kind, case, tmp_path, caplog):
+    changed, formats = EXPERTS[case]
+    default = LayerPrecision(weight=FORMATS["fp8-block"].cast)
+    rules = () if changed is None else ((changed[0], LayerPrecision(weight=Cast.parse(changed[1]))),)
+    plan = None if changed is None else Plan(layers=rules, default=default)
+    record = dither.export(trained(kind), tmp_path / "out", format="auto", plan=plan, check=True)
+    assert record.check.difference <= 1e-5 * max(1, record.check.largest)
+    experts = {layer.format for layer in record.layers if ".experts." in layer.name}
+    others = {layer.format for layer in record.layers if ".self_attn." in layer.name}
+    assert experts | others == formats | ({"fp8-block"} if case == "beside another" else set())
+    assert "Could not match" not in caplog.text
 
 
 def test_auto_says_that_learned_bitwidths_need_16_bits(tmp_path):
@@ -453,6 +477,16 @@ def test_transformers_reads_the_logits_of_the_dequantized_model(kind, format, tm
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
 
 
+@pytest.mark.parametrize(("kind", "architecture"), [("mistral", "llama"), ("qwen2", "qwen2"), ("qwen3", "qwen3")])
+def test_models_of_transformers_are_written_for_llama_cpp(kind, architecture, tmp_path):
+    record = dither.export(trained(kind), tmp_path / "model.gguf", format="gguf-q8_0", check=True)
+    assert record.check.difference < 1e-5
+    fields, types = fields_of(tmp_path / "model.gguf"), types_of(tmp_path / "model.gguf")
+    assert fields["general.architecture"] == architecture
+    assert fields[f"{architecture}.attention.key_length"] == {"mistral": 32, "qwen2": 64, "qwen3": 64}[kind]
+    assert ("blk.0.attn_q.bias" in types, "blk.0.attn_q_norm.weight" in types) == (kind == "qwen2", kind == "qwen3")
+
+
 def test_grouped_keys_are_permuted_by_their_own_heads(tmp_path):
     model = build(
         LlamaConfig(**SIZES | {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}, num_key_value_heads=2)
@@ -537,7 +571,7 @@ OTHER = f'{{"version": "1.0", "truncation": null, "padding": null, "added_tokens
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (lambda: trained("qwen3"), {}, "GGUF is written for Llama and GPT-2 models, not for 'qwen3': .*--format bf16"),
+        (lambda: trained("mixtral"), {}, "GGUF is written for .*qwen3, gpt2 models, not for 'mixtral': .*--format bf16"),
         (lambda: trained("llama"), {"tokenizer": Tokenizer(OTHER, "</s>")}, "byte-level BPE .*'WordLevel'.*--format bf16"),
     ],
     ids=["architecture", "tokenizer"],
@@ -548,12 +582,15 @@ def test_mistakes_leave_nothing_behind(make, options, message, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_scaled_rotary_embeddings_and_existing_files_are_refused(tmp_path):
+def test_scaled_rotary_embeddings_windows_and_existing_files_are_refused(tmp_path):
     rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 1e4}
     rope |= {"original_max_position_embeddings": 32}
     config = transformers.LlamaConfig(**SIZES, hidden_size=32, intermediate_size=32, rope_parameters=rope)
     with pytest.raises(UserError, match="without scaled rotary embeddings"):
         dither.export(transformers.LlamaForCausalLM(config), tmp_path / "model.gguf", format="gguf-f16")
+    config = transformers.MistralConfig(**SIZES, hidden_size=32, intermediate_size=32, num_key_value_heads=2, sliding_window=8)
+    with pytest.raises(UserError, match="without sliding windows, and this model has one of 8 tokens"):
+        dither.export(transformers.MistralForCausalLM(config), tmp_path / "model.gguf", format="gguf-f16")
     (tmp_path / "model.gguf").write_text("mine")
     with pytest.raises(UserError, match="exists: name another with -o"):
         dither.export(trained("llama"), tmp_path / "model.gguf", format="gguf-f16")

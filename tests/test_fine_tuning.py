@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from dither.errors import UserError
 from dither.evaluate.held_out import evaluating
 from dither.models import build, open_model
 from dither.models.lora import adapt, merged_model, narrow_base
-from dither.models.settings import Lora
+from dither.models.sizes import Lora
 from dither.nn import FrozenLinear, freeze_base, thaw_base
 from dither.nn.layers import Conv1D
 from dither.train.config import loads
@@ -195,6 +196,21 @@ def test_a_run_with_adapters_saves_only_them_and_says_where_the_base_is(straight
     assert all(tensors[name].dtype == torch.float32 for name in names)
     assert (straight / "tokenizer" / "tokenizer_config.json").is_file()
     assert json.loads((straight / "tokenizer" / "tokenizer_config.json").read_text())["chat_template"] == TEMPLATE
+
+
+def test_the_parameters_of_a_run_with_adapters_include_the_base(straight, folder):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tensors, _ = checkpoint.load(straight / "checkpoints" / "step-00000004")
+    trained = sum(tensor.numel() for name, tensor in tensors.items() if name.startswith("model:"))
+    said = json.loads((straight / "environment.json").read_text())["parameters"]
+    assert said == sum(parameter.numel() for parameter in model.parameters()) + trained
+
+
+def test_a_missing_peft_is_found_before_the_text_is_read(folder, chats, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    monkeypatch.setattr("dither.train.loop.open_corpus", lambda *_, **__: pytest.fail("the text was read"))
+    assert train(*ADAPTERS, "--from", folder, "--data", chats, "--out", tmp_path / "run") == 2
+    assert "lora.rank needs peft, which is not installed: pip install 'dither[lora]'" in capsys.readouterr().err
 
 
 def test_frozen_matrices_have_the_dtype_of_the_compute_of_the_mode():

@@ -14,7 +14,8 @@ from worlds import forked
 
 from dither import UserError
 from dither.train.config import Policy
-from dither.train.guard import Decision, Guard, Interrupted, Signals, first_nonfinite
+from dither.train.guard import Decision, Guard, Interrupted, Signals
+from dither.train.passes import first_nonfinite
 from dither.train.run_folder import Status
 
 NAN, INF = math.nan, math.inf
@@ -78,13 +79,6 @@ def test_overflows_do_not_count_as_steps_skipped_for_nan():
         assert guard.judge(step, loss=1.0, grad_norm=INF, loss_scale=2.0).action == "skip"
     found = [guard.judge(step, loss=NAN if step % 2 else 1.0, loss_scale=2.0).action for step in range(31, 52)]
     assert found == ["skip", "go"] * 10 + ["stop"]  # ten for NaN, as without the overflows
-
-
-def test_a_state_of_an_earlier_version():
-    earlier = {"skips": 2, "rollbacks": 1, "in_a_row": 0, "losses": [3.0], "outliers": [False]}
-    guard = Guard()
-    guard.restore(earlier)
-    assert guard.state() == {**earlier, "overflows": 0, "skipped": [], "overflowed": []}
 
 
 def test_the_first_tensor_is_named():

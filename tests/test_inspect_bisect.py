@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dither import LayerPrecision, Plan, UserError, checkpoint, cli, fake_quantize, recipe
+from dither.data import open_corpus
 from dither.models import build, save_pretrained
 from dither.spec import Cast
 from dither.tools import bisect as lockstep
@@ -18,7 +19,7 @@ from dither.tools.bisect import default_bound
 from dither.train import Config, train
 from dither.train import config as configs
 from dither.train.ranks import joined
-from dither.train.trainer import Trainer, open_corpus
+from dither.train.trainer import Trainer
 
 SMALL = ("data.sequence=16", "data.batch=2", "run.eval_every=0", "run.sample_every=0", "run.save_every=0")
 SMALL += ("run.eval_sequences=1", "run.device=cpu", "optim.warmup=0.0")
@@ -142,7 +143,7 @@ def jobs(text):
     """Makes pairs of jobs by their precisions."""
     common = configs.override(Config(), settings(text, "run.steps=20"))
     with joined("cpu") as ranks:
-        corpus = open_corpus(common, text.parent, ranks)
+        corpus = open_corpus(common.data, text.parent)
         yield lambda *names: [
             Trainer(replace(common, precision=precision_or_plan(name, common.precision.states)), corpus, ranks)
             for name in names

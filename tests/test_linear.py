@@ -497,6 +497,11 @@ def test_a_step_says_what_is_wrong_with_it() -> None:
 # Delayed scaling -------------------------------------------------------------------------------------------------------
 
 
+def test_a_step_of_a_model_that_was_not_converted_says_so() -> None:
+    with pytest.warns(UserWarning, match="convert it first"), step_context(nn.Linear(4, 4), step=0):
+        pass
+
+
 def test_delayed_scaling_follows_the_largest_magnitudes_of_earlier_steps() -> None:
     x, w, _, dy = data(16, 40, 24)
     layer = layer_of(precision("fp8-delayed"), w)

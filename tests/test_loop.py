@@ -22,9 +22,9 @@ from worlds import Forked
 from dither import Plan, UserError, checkpoint, cli
 from dither.checkpoint import Saver
 from dither.commands.train import summary
-from dither.data import Batch, Tokenizer, prepare
+from dither.data import Batch, Tokenizer, corpus, prepare
 from dither.nn.step import StepContext
-from dither.train import Config, Progress, Status, corpora, evaluating, guard, loop, passes, ranks, train
+from dither.train import Config, Progress, Status, guard, loop, passes, ranks, train
 from dither.train import config as configs
 from dither.train import trainer as trainers
 from dither.train.passes import StepClock
@@ -709,7 +709,7 @@ def test_before_the_first_step_nothing_is_kept(phase, text, tmp_path, monkeypatc
         never.wait()
 
     monkeypatch.setattr(ranks, "LEAVING", 0.1)
-    where = {"tokenizing": (Tokenizer, "encode_all"), "verifying": (corpora, "open_tokens"), "building": (trainers, "_model")}
+    where = {"tokenizing": (Tokenizer, "encode_all"), "verifying": (corpus, "open_tokens"), "building": (trainers, "_model")}
     monkeypatch.setattr(*where[phase], long)
     outcome = train(config(text, tmp_path / "run"))
     assert (outcome.code, outcome.why, outcome.step) == (143, "Received SIGTERM before the first step.", 0)
@@ -740,7 +740,7 @@ def test_tokenizing_stops_between_two_batches(text, tmp_path, monkeypatch):
     stop, real = threading.Event(), Tokenizer.encode_all
     monkeypatch.setattr(Tokenizer, "encode_all", lambda self, texts: (stop.set(), real(self, texts))[1])
     with pytest.raises(InterruptedError):
-        corpora.prepare(str(text), tmp_path / "tokens", stop=stop)
+        corpus.prepare(str(text), tmp_path / "tokens", stop=stop)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -771,11 +771,11 @@ def test_a_phase_is_left_and_the_step_is_saved(phase, text, tmp_path, monkeypatc
         return run
 
     if phase == "evaluating":
-        monkeypatch.setattr(evaluating, "_summed_loss", first(evaluating._summed_loss))
+        monkeypatch.setattr(trainers, "batch_losses", first(trainers.batch_losses))
     elif phase == "planning":
         monkeypatch.setattr(trainers, "_estimated_loss", first(trainers._estimated_loss))
     elif phase == "sampling":
-        monkeypatch.setattr(evaluating, "sample_text", first(evaluating.sample_text))
+        monkeypatch.setattr(trainers, "sample_text", first(trainers.sample_text))
     elif phase == "saving":
         monkeypatch.setattr(Saver, "save", first(Saver.save))
     else:  # the solver never ends

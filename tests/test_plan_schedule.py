@@ -20,6 +20,7 @@ from dither.report import read, render
 from dither.snip import Snip, SnipSettings
 from dither.spec.plan import with_forward_casts
 from dither.train import Config, train, trainer
+from dither.train.passes import Passes
 from dither.train.plans import RunPlans
 
 FP4, FP8 = recipe("fp4-block").default, recipe("fp8-block").default
@@ -342,14 +343,14 @@ def test_snip_on_top_of_a_schedule(text, tmp_path):
 def test_blocks_are_compiled_before_a_plan_takes_effect(text, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "compile_blocks", lambda model: compile_blocks(model, backend="aot_eager"))
     plans = 'precision.schedule=[[0, "fp4-block"], [1, "fp8-block"], [2, "fp8-current"]]'
-    listener, warm, graphs = Listener(), trainer.warm_up, []
+    listener, warm, graphs = Listener(), Passes.warm_up, []
 
     def counted(*args: object) -> None:
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         warm(*args)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] - before)
 
-    monkeypatch.setattr(trainer, "warm_up", counted)
+    monkeypatch.setattr(Passes, "warm_up", counted)
     train(config(text, tmp_path / "one", plans, "run.compile=true", "run.steps=3"), progress=listener)
     assert [line for line in listener.said if line.startswith("Compiling")] == [
         "Compiling 1 block variant for the plan of step 0 ...",

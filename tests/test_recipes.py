@@ -115,7 +115,13 @@ def test_an_unknown_recipe_is_an_error(name, said):
     assert said in str(caught.value)
 
 
-NAMES_ELSEWHERE = {"tensorwise": "fp8-current", "rowwise": "fp8-row", "blockwise": "fp8-block", "delayed": "fp8-delayed"}
+NAMES_ELSEWHERE = {
+    "fp8": "fp8-current",
+    "tensorwise": "fp8-current",
+    "rowwise": "fp8-row",
+    "blockwise": "fp8-block",
+    "delayed": "fp8-delayed",
+}
 
 
 def test_every_alias_is_here_and_in_the_docs():
@@ -133,7 +139,8 @@ def test_an_alias_is_the_recipe_under_another_name(alias, name):
     assert Precision(mode="o1", recipe=alias) == Precision(mode="o1", recipe=name)
     assert Precision(mode="o1", recipe=alias).load_plan().provenance == {"recipe": name}
     assert precision_of(alias) == precision_of(name)
-    assert options(f"bf16,{alias}")[1].precision == options(f"bf16,{name}")[1].precision
+    if alias != "fp8":  # an option of SNIP's own, with the paper's blocks
+        assert options(f"bf16,{alias}")[1].precision == options(f"bf16,{name}")[1].precision
 
 
 def test_the_command_line_takes_an_alias(capsys):

@@ -79,7 +79,7 @@ def test_a_reader_does_not_keep_a_writer_out(tmp_path: Path) -> None:
     reader = os.open(tmp_path / "run.lock", os.O_RDONLY)
     fcntl.flock(reader, fcntl.LOCK_SH)
     lock = RunLock(tmp_path)
-    with pytest.raises(UserError, match="could not be locked"):  # a reader that never lets go is no holder
+    with pytest.raises(UserError, match="is in use by another process"):  # a reader that never lets go has no name
         lock.acquire()
     os.close(reader)
     lock.acquire()
@@ -91,7 +91,7 @@ def test_a_crashed_run_is_shown_as_crashed(text: Path, tmp_path: Path) -> None:
     train(settings(text, out))
     assert Status.observe(out).state == "done"
     Status(state="running", step=1).save(out)
-    assert Status.observe(out).state == "running"  # written by a version without locks
+    assert Status.observe(out).state == "running"  # a run with guard.lock=false
     with RunLock(out):
         assert Status.observe(out).state == "running"
         kept = (out / "run.lock").read_bytes()

@@ -14,6 +14,7 @@ from runs import config_of, error_line, lines
 import dither
 from dither import LayerPrecision, Plan, UserError, checkpoint, cli, recipe
 from dither.cli import main
+from dither.data import open_corpus
 from dither.models import build
 from dither.ops import backend
 from dither.snip import LayerTimes, Scores, auto_plan, efficiency, options, read_times
@@ -25,7 +26,7 @@ from dither.train import config as configs
 from dither.train.plans import measured_plan
 from dither.train.ranks import Ranks, joined
 from dither.train.records import Progress
-from dither.train.trainer import Trainer, _for_estimates, open_corpus
+from dither.train.trainer import Trainer, _for_estimates
 
 LEVELS = "bf16,fp4"  # what is cast takes long on a CPU: most layers stay as they are
 BOTH = options(LEVELS)
@@ -320,7 +321,7 @@ def test_estimates_are_made_on_so_many_tokens(tokens, compiled, sizes, text, tmp
     given = ["data.batch=24", "data.micro_batch=6", "data.sequence=32", f"snip.tokens={tokens}"]
     config = settings(text, tmp_path / "run", *SNIP, *given)
     with joined("cpu") as ranks:
-        corpus = open_corpus(config, tmp_path / "run", ranks)
+        corpus = open_corpus(config.data, tmp_path / "run")
         job = Trainer(config, corpus, ranks)
         job.compiled = compiled  # as it is on a GPU
         batch = job.loader.batch(0)
@@ -355,7 +356,7 @@ def test_a_level_with_casts_by_product_is_chosen_and_shown(run, tmp_path, capsys
 def test_estimates_may_be_made_on_less_than_a_sequence(text, tmp_path):
     config = settings(text, tmp_path / "run", *SNIP, "data.batch=4", "data.sequence=32")
     with joined("cpu") as ranks:
-        job = Trainer(config, open_corpus(config, tmp_path / "run", ranks), ranks)
+        job = Trainer(config, open_corpus(config.data, tmp_path / "run"), ranks)
         (part,) = _for_estimates(job, job.loader.batch(0), 20)
         assert torch.equal(part.tokens, job.loader.batch(0).tokens[:1, :21])
 

@@ -4,13 +4,17 @@ Strict JSON has no NaN or Infinity, no duplicate keys and at most 64 levels. Not
 """
 
 import errno
+import fcntl
+import glob
 import hashlib
 import json
 import math
 import os
+import shutil
 import stat
-from collections.abc import Iterable
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -244,6 +248,61 @@ def sync(path: Path) -> None:
         os.close(number)
 
 
+def is_free(path: Path) -> bool:
+    """Return True if a path is new, or an empty folder."""
+    return not path.is_symlink() and (not path.exists() or (path.is_dir() and not any(path.iterdir())))
+
+
+@contextmanager
+def new_folder(out: Path, what: str) -> Iterator[Path]:
+    """Yield a folder with a hidden name beside `out`, and rename it to `out` after everything in it is on disk.
+
+    An error leaves nothing behind. What killed processes left behind is removed.
+
+    Args:
+        out: The folder to make, new or empty.
+        what: What is written, for messages, such as "The tokens".
+    """
+    out = out.absolute()
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        sweep(out)
+        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
+        folder.chmod(0o755)  # like other folders; a temporary one is readable by its owner only
+        lock = os.open(folder, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except (OSError, ValueError) as error:
+        raise UserError(f"The folder {str(out)!r} cannot be made: {error}.") from None
+    try:
+        yield folder
+        for path in sorted(folder.iterdir()):
+            sync(path)
+        os.fsync(lock)
+        os.rename(folder, out)
+        folder = out
+        sync(out.parent)
+    except BaseException as error:
+        shutil.rmtree(folder)
+        if not isinstance(error, OSError) or isinstance(error, InterruptedError):
+            raise
+        raise UserError(f"{what} cannot be written to {str(out)!r}: {reason(error, out)}; nothing was left behind.") from None
+    finally:
+        os.close(lock)
+
+
+def sweep(out: Path) -> None:
+    """Remove what killed processes left of a `new_folder`. A running process holds a lock, which ends with it."""
+    for left in out.parent.glob(f".{glob.escape(out.name)}.*.partial"):
+        lock = os.open(left, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left)
+        except BlockingIOError:
+            continue
+        finally:
+            os.close(lock)
+
+
 def replace(path: Path, data: bytes) -> None:
     """Replace a file atomically: a reader sees either the old content or the new one. A link is replaced, not followed."""
     temporary = path.with_name(f".{path.name}.new")
@@ -257,6 +316,14 @@ def replace(path: Path, data: bytes) -> None:
             temporary.unlink()
         raise
     sync(path.parent)
+
+
+def write(path: Path, data: bytes) -> None:
+    """Replace a file atomically; raise a UserError if it cannot be written."""
+    try:
+        replace(path, data)
+    except OSError as error:
+        raise UserError(f"{str(path)!r} cannot be written: {reason(error, path)}.") from None
 
 
 def replace_by(reserve: Path, path: Path, data: bytes) -> None:

@@ -15,11 +15,10 @@ from runs import error_line
 from dither import UserError, cli
 from dither.data import BYTES
 from dither.evaluate import TaskScore, log_likelihoods
+from dither.evaluate.variants import Variant, Variants, evaluate
 from dither.exporting import export
 from dither.models import build, open_model
-from dither.train import evaluation
 from dither.train.config import Config, override
-from dither.train.evaluation import Variant, Variants
 from dither.train.loop import train
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"]
@@ -260,8 +259,8 @@ def test_tables_have_changes_and_verdicts(run, questions, capsys):
 def test_a_folder_of_few_bits_is_evaluated_with_its_dequantized_weights(run, exported, questions, tmp_path):
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over a lazy dog " * 10)
     data = (str(tmp_path / "text.txt"),)
-    found = evaluation.run(exported / "nvfp4", data, sequence=32, device="cpu")
-    plain = evaluation.run(exported / "bf16", data, sequence=32, device="cpu", variants=Variants(casts=("nvfp4",)))
+    found = evaluate(exported / "nvfp4", data, sequence=32, device="cpu")
+    plain = evaluate(exported / "bf16", data, sequence=32, device="cpu", variants=Variants(casts=("nvfp4",)))
     assert found.base.held_out.loss == pytest.approx(plain.variants[1].held_out.loss, rel=2e-3)
     assert found.base.held_out.loss != plain.base.held_out.loss
     assert found.to_dict()["variants"][0]["tasks"] == []
@@ -275,7 +274,7 @@ def test_questions_are_asked_in_the_context_of_the_run(run, questions):
         seen.append((inside, subject.step, subject.tokenizer == BYTES))
         return (TaskScore("a", "acc", 0.5, True, (1.0, 0.0)),)
 
-    found = evaluation.run(run, score=score, sequences=2, device="cpu")
+    found = evaluate(run, score=score, sequences=2, device="cpu")
     assert seen == [((False, False), 6, True)]
     assert found.base.tasks[0].standard_error == 0.5
 
@@ -316,7 +315,7 @@ def test_a_space_before_every_choice_is_the_delimiter_of_the_harness(questions, 
     ("lines", "words"),
     [
         ("", "has no questions"),
-        ("{]", "Line 1 of .* is not JSON"),
+        ("{]", "The JSON in line 1 of .* is broken"),
         ('{"question": "a"}', "Line 1 of .* is no question: its fields"),
         ('\n{"ctx": "a", "choices": [" b"], "gold": 0}', 'Line 2 of .* has no list of two or more "choices"'),
         ('{"ctx": "a", "choices": [" b", " c"], "gold": 2}', "the index of no choice"),

@@ -17,7 +17,7 @@ from torch import nn
 import dither
 from dither import PlanSchedule, UserError
 from dither.integrations.accelerate import OptimizerSteps
-from dither.integrations.layer_states import FILE, load_state, save_state, state_names
+from dither.integrations.loops import FILE, load_state, save_state, state_names
 from dither.nn import Linear, convert, param_groups, step_context
 from dither.snip import Snip, SnipSettings
 from dither.spec import Plan, Sampling

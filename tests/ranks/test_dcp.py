@@ -34,8 +34,7 @@ from dither.commands.train import _starting_from
 from dither.files import Refused
 from dither.models import Llama, LlamaConfig, build, find_model, open_model
 from dither.models.llama import rotary_angles, rotate
-from dither.models.open import load_weights
-from dither.models.torchtitan_names import halves_from_pairs, rotates, titan_names
+from dither.models.open import halves_from_pairs, load_weights, rotates, titan_names
 from dither.train.config import Config
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")

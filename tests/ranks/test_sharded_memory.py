@@ -24,15 +24,14 @@ from worlds import on_ranks, ranks
 import dither
 from dither import checkpoint, models
 from dither.checkpoint import SavedTensors, Saver, pack, unpack
-from dither.data import open_tokens
+from dither.data import open_corpus, open_tokens
+from dither.data.settings import TOKENS
 from dither.models import PRESETS, LlamaConfig
 from dither.models.presets import blank, draw_parts
 from dither.ops.ranks import local
 from dither.parallel import Layout
 from dither.train import Config
 from dither.train.config import dumps
-from dither.train.corpora import open_corpus
-from dither.train.files import TOKENS
 from dither.train.layout import RankLayout
 from dither.train.ranks import Ranks
 from dither.train.trainer import Trainer
@@ -154,7 +153,7 @@ def check_memory(folder: Path, more: list[str]) -> None:
 def test_ranks_share_memory_in_every_part_of_a_run(more: list[str], tmp_path: Path) -> None:
     write_bottles(tmp_path / "text")
     with deep_preset():
-        open_corpus(settings(tmp_path), tmp_path, Ranks(torch.device("cpu")))
+        open_corpus(settings(tmp_path).data, tmp_path)
     one = measured(tmp_path, Ranks(torch.device("cpu")))
     print({name: round(value / one["held"], 3) for name, value in one.items()})
     ranks(RANKS, check_memory, tmp_path, more)

@@ -31,13 +31,13 @@ import dither
 from dither import UserError, checkpoint, cli
 from dither.checkpoint import SavedTensors, pack, unpack
 from dither.data import Loader, open_tokens
+from dither.data.settings import TOKENS
 from dither.models import PRESETS, LlamaConfig, build
 from dither.spec.schedule import PlanSchedule
 from dither.train import Config, Parallel, Status, train
 from dither.train import config as configs
 from dither.train import trainer as trainers
 from dither.train.config import dumps
-from dither.train.files import TOKENS
 from dither.train.layout import RankLayout, check_layout
 from dither.train.pipeline import blocks_per_stage, stage_of
 from dither.train.plans import RunPlans

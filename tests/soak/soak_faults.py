@@ -73,7 +73,7 @@ def races(text: Path, folder: Path, count: int) -> list[Score]:
                     b"0" if f"is in use by process {os.getpid()}" not in str(error) and "is in use by" in str(error) else b"?",
                 )
             os.read(to, 1)
-            if lock._file >= 0 and kind == "failing":  # as RunFolder does with a run that never started
+            if lock.held and kind == "failing":  # as RunFolder does with a run that never started
                 (out / "config.toml").unlink()
             lock.release()
             with suppress(OSError):

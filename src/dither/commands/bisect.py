@@ -52,10 +52,11 @@ def bisect(
         free: Let B keep its own weights, so that differences accumulate as in two separate runs.
         json: Print JSON.
     """
+    from dither.data import open_corpus
     from dither.tools import bisect as lockstep
     from dither.tools.trials import BASE
     from dither.train.ranks import joined
-    from dither.train.trainer import Trainer, open_corpus
+    from dither.train.trainer import Trainer
 
     common = configs.override(BASE if base is None else configs.load(base), set)
     if not 1 <= steps <= common.run.steps:
@@ -69,7 +70,7 @@ def bisect(
             raise UserError("dither bisect runs in one process: start it without torchrun.")
         bars = ProgressBars(sys.stderr)
         with bars.stage("Reading the text") as tick:
-            corpus = open_corpus(common, Path(folder), ranks, tick=tick)
+            corpus = open_corpus(common.data, Path(folder), once=ranks.once, tick=tick)
         with bars.stage("Building both models"):
             first, second = (Trainer(config, corpus, ranks) for config in both)
         with bars.stage(f"Running {a} and {b} in lockstep") as tick:

@@ -49,8 +49,7 @@ def prepare(
         end_token: The name of the token after each document, if a tokenizer.json has an unusual one.
     """
     from dither import data as tokens
-    from dither.data.preparation import NothingHeldOutError, reporting
-    from dither.data.splits import check_fraction
+    from dither.data.preparation import NothingHeldOutError, check_fraction, reporting
     from dither.data.text import SEPARATOR, STDLIB, Reading
 
     chosen: Sources = sources or STDLIB
@@ -110,8 +109,7 @@ def _is_number(text: str) -> bool:
 def _texts(kind: str, sources: Sources, held: float | str, field: str, separator: str, reading: Reading) -> Iterator[str]:
     """Yield the texts that are not held out, split as `prepare` splits them: a tokenizer does not see held-out text."""
     from dither import data as tokens
-    from dither.data.chat import split_conversations
-    from dither.data.splits import split_documents
+    from dither.data.preparation import split_conversations, split_documents
 
     if kind == "text":
         pairs = split_documents(sources, held, field=field, separator=separator, reading=reading)

@@ -22,7 +22,7 @@ from dither.errors import UserError
 if TYPE_CHECKING:
     from dither.evaluate.estimates import Estimate
     from dither.evaluate.held_out import TaskScore
-    from dither.train.evaluation import Evaluated, Score, Variant
+    from dither.evaluate.variants import Evaluated, Score, Variant
 
 
 def evaluate(
@@ -67,16 +67,26 @@ def evaluate(
     """
     if model is None:
         raise UserError(_misplaced({"data": data, "cast": cast, "plan": plan, "against": against, "tasks": tasks}))
-    from dither.train import evaluation
-    from dither.train.evaluation import Variants
+    from dither.evaluate import variants as evaluation
+    from dither.train.config import RunSettings
+    from dither.train.ranks import joined
 
-    variants = Variants(cast, plan, against)
+    RunSettings(device=device)  # checks it
+    variants = evaluation.Variants(cast, plan, against)
     if not tasks and any(given is not None for given in (task_data, limit, shots)):
         raise UserError("--task-data, --limit and --shots are for tasks: name them with --tasks.")
     stage = ProgressBars(sys.stderr).stage
-    with _scorer(_Questions(tasks, task_data, limit, shots, sequence), stage) as score:
-        result = evaluation.run(
-            model, data, variants=variants, score=score, sequence=sequence, sequences=sequences, device=device, stage=stage
+    with _scorer(_Questions(tasks, task_data, limit, shots, sequence), stage) as score, joined(device) as ranks:
+        result = evaluation.evaluate(
+            model,
+            data,
+            variants=variants,
+            score=score,
+            sequence=sequence,
+            sequences=sequences,
+            device=ranks.device,
+            once=ranks.once,
+            stage=stage,
         )
     if json:
         print(json_text.dumps(result.to_dict(), indent=1, allow_nan=False))

@@ -58,8 +58,9 @@ def export(
         device: auto (cuda if available), cpu, cuda, or cuda:N.
         json: Print the record as JSON.
     """
+    from dither.evaluate.deployment import SLACK
+    from dither.exporting import folder
     from dither.exporting.adapters import export_adapters
-    from dither.exporting.folder import SLACK, ExportOptions, check_target, export_in_stages
     from dither.exporting.formats import AUTO, GGUF_NAMES, check_format
     from dither.exporting.record import require
     from dither.exporting.sources import deployment_plan, opened
@@ -71,7 +72,7 @@ def export(
         raise UserError(f"--plan chooses the formats of layers, and --format {format} is one for all: use --format auto.")
     if sequences < 0 or (sequence is not None and sequence < 1):
         raise UserError(f"--sequence is at least 1 token and --sequences at least 0, not {sequence} and {sequences}.")
-    check_target(out, format)
+    folder.check_target(out, format)
     words = ["dither", "export", str(model), "-o", str(out), "--format", format]
     words += [] if plan is None else ["--plan", str(plan)]
     words += [] if tokenizer is None else ["--tokenizer", tokenizer]
@@ -106,7 +107,9 @@ def export(
         chosen = None
         if format == AUTO:
             chosen = Plan.load(plan) if plan is not None else deployment_plan(source, slack)
-        options = ExportOptions(
+        record = folder.export(
+            source.model,
+            out,
             format=format,
             plan=chosen,
             tokenizer=source.tokenizer_files,
@@ -115,7 +118,7 @@ def export(
             check=check,
             max_shard_size=max_shard_size,
             provenance={"command": command, **source.provenance},
+            stage=bars.stage,
         )
-        record = export_in_stages(source.model, out, options, bars.stage)
     print(json_text.dumps(record.to_dict(), indent=1, allow_nan=False) if json else record)
     return 0

@@ -13,7 +13,7 @@ from dither.console import ProgressBars
 from dither.errors import UserError
 
 if TYPE_CHECKING:
-    from dither.exporting.sampling_text import Sampler
+    from dither.models.generation import Sampler
 
 
 def generate(
@@ -51,8 +51,8 @@ def generate(
     """
     import torch
 
-    from dither.exporting import sampling_text
     from dither.exporting.sources import opened
+    from dither.models.generation import text_of
 
     sampler = _sampler(tokens, temperature, top_k, top_p)
     if samples < 1:
@@ -60,13 +60,12 @@ def generate(
     with ExitStack() as stack:
         with ProgressBars(sys.stderr).stage(f"Reading {model}"):
             source = stack.enter_context(opened(model, tokenizer=tokenizer, text=False, few_bits=True, device=device))
-            used = sampling_text.tokenizer_of(source)
-            ready = sampling_text.prepare(source.model, plan, cast)
+            used, ready = source.text_tokenizer(), source.cast(plan, cast)
         given = used.encode(prompt) or [used.end]
         for number in range(samples):
             drawn = sampler.extend(ready, given, used.end, torch.Generator().manual_seed(seed + number))
             print(*([f"--- seed {seed + number}"] if samples > 1 else []), sep="", end="\n" if samples > 1 else "")
-            print(prompt + sampling_text.text_of(used, drawn))
+            print(prompt + text_of(used, drawn))
     return 0
 
 
@@ -100,15 +99,15 @@ def chat(
         tokenizer: A tokenizer.json, or a folder that has one; by default that of the run or of the model.
         device: auto (cuda if available), cpu, cuda, or cuda:N.
     """
-    from dither.exporting import sampling_text
     from dither.exporting.sources import opened
+    from dither.models.generation import Chat
 
     sampler = _sampler(tokens, temperature, top_k, top_p)
     with ExitStack() as stack:
         with ProgressBars(sys.stderr).stage(f"Reading {model}"):
             source = stack.enter_context(opened(model, tokenizer=tokenizer, text=False, few_bits=True, device=device))
-            sampling_text.prepare(source.model, plan, cast)
-        answer = sampling_text.conversation(source, sampler, seed)
+            ready = source.cast(plan, cast)
+        talk = Chat(ready, sampler, seed, source.chat_tokenizer(), simple=source.template == "simple")
         marker = "> " if sys.stdin.isatty() else ""
         while True:
             print(marker, end="", flush=True)
@@ -116,11 +115,11 @@ def chat(
             if not line:
                 return 0
             if line.strip():
-                print(answer(line.rstrip("\n")), flush=True)
+                print(talk.answer(line.rstrip("\n")), flush=True)
 
 
 def _sampler(tokens: int, temperature: float, top_k: int, top_p: float) -> Sampler:
-    from dither.exporting.sampling_text import Sampler
+    from dither.models.generation import Sampler
 
     if tokens < 1 or top_k < 0:
         raise UserError(f"--tokens is at least 1 and --top-k at least 0, not {tokens} and {top_k}.")

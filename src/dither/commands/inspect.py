@@ -37,8 +37,8 @@ def inspect(
         cast: Casts to try, such as e2m1:block(32), e4m3:row or mxfp4; a format alone means blocks of 32 x 32.
         json: Print JSON.
     """
+    from dither.evaluate.deployment import parse_cast
     from dither.tools import inspect as inspection
-    from dither.train.evaluation import parse_cast
 
     casts = [parse_cast(each) for each in cast or CASTS]
     inspected = inspection.inspect(model, casts, ProgressBars(sys.stderr).stage)

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from dither.console import print_table
+from dither.data.settings import TOKENS
 from dither.errors import UserError
 from dither.spec import LayerPrecision
 from dither.spec.recipes import MEASURED, recipe_name
 from dither.spec.recipes import recipe as recipe_named
 from dither.train import config as configs
-from dither.train.files import CONFIG, TOKENS
+from dither.train.config import CONFIG
 
 if TYPE_CHECKING:
     from dither.tools.memory import Setting, Shape

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from dither.console import print_table
+from dither.data.settings import TOKENS
 from dither.errors import DitherError, UserError
-from dither.models.settings import Model
+from dither.models.sizes import Model
 from dither.settings import override, toml
 from dither.train import config as configs
-from dither.train.config import Config
-from dither.train.files import CONFIG, TOKENS
+from dither.train.config import CONFIG, Config
 
 if TYPE_CHECKING:
     from dither.train.loop import Outcome

@@ -14,8 +14,7 @@ completion that are texts follow each other as they are.
 import hashlib
 import json
 import os
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +23,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from dither.data.splits import check_fraction, is_held_out
-from dither.data.text import Reading, Skip, Sources, first_line, json_rows
+from dither.data.text import Skip, first_line
 from dither.data.tokenizer import TOKENIZER, Array, Tokenizer
 from dither.errors import UserError
 
@@ -332,28 +330,3 @@ def _has_template(folder: Path, files: Mapping[str, bytes]) -> bool:
 def file_hashes(template: ChatTemplate) -> dict[str, str]:
     """Return the SHA-256 of the files that a template depends on."""
     return {name: hashlib.sha256(data).hexdigest() for name, data in template.files.items()}
-
-
-def split_conversations(
-    sources: Sources, held_out: float | Sources, *, skip: Skip | None = None, reading: Reading | None = None
-) -> Iterator[tuple[bool, Conversation]]:
-    """Return an iterator of (held out, conversation). A hash of the conversation decides, as for documents.
-
-    Args:
-        sources: Files of JSON lines, globs or folders.
-        held_out: The fraction of conversations that are held out, or the sources of held-out ones.
-        skip: Called with the place of everything that is left out, and why.
-        reading: Counts the bytes that are read.
-    """
-    train = json_rows(sources, skip, reading)
-    if isinstance(held_out, int | float):
-        fraction = check_fraction(held_out)
-        return ((is_held_out(chat.text, fraction), chat) for chat in _read(train))
-    held = json_rows(held_out, skip, reading)
-    return ((side, chat) for side, rows in ((False, train), (True, held)) for chat in _read(rows))
-
-
-def _read(rows: Generator[tuple[object, str], None, None]) -> Iterator[Conversation]:
-    with closing(rows):  # at once, also if a conversation is wrong
-        for row in rows:
-            yield read_conversation(*row)

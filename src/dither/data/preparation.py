@@ -3,37 +3,34 @@
 The folder is written beside its final path under another name and renamed when it is complete.
 """
 
-import errno
-import fcntl
-import glob
 import hashlib
-import os
-import shutil
-import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dither import files as safe_files
 from dither.console import Tick
-from dither.data.chat import ChatTemplate, Conversation, file_hashes, split_conversations
-from dither.data.splits import split_documents
-from dither.data.text import MANIFEST, SEPARATOR, Reading, Skip, Sources, first_line, listed
+from dither.data.chat import ChatTemplate, Conversation, file_hashes, read_conversation
+from dither.data.text import MANIFEST, SEPARATOR, Reading, Skip, Sources, documents, json_rows, listed
 from dither.data.tokenizer import BYTES, TOKENIZER, Array, Tokenizer
 from dither.data.tokens import CHAT_FORMAT, COUNTED, FORMAT, SPLITS, Corpus, Counts, manifest_text, open_tokens
 from dither.errors import UserError
+from dither.files import is_free, new_folder
 
 SHARD = 1 << 27
 """Default number of tokens per shard."""
 
 BATCH = 1 << 22
 """Characters that are tokenized at once."""
+
+SHOWN = 40
+"""Characters of the held-out part that are shown when a single document is split."""
 
 
 class NothingHeldOutError(UserError):
@@ -58,6 +55,124 @@ def reporting(tick: Tick) -> Callable[[Counts], None]:
             tick(counts.read, counts.size)
 
     return report
+
+
+# Splits ---------------------------------------------------------------------------------------------------------------
+
+
+def is_held_out(text: str, fraction: float) -> bool:
+    """Return whether a document is held out, where `fraction` is the expected fraction of held-out documents.
+
+    A hash of the text decides: renaming, reordering or adding documents does not move any, and copies stay together.
+
+    >>> from dither.data import is_held_out
+    >>> sum(is_held_out(str(i), 0.1) for i in range(1000))
+    104
+    """
+    digest = hashlib.sha256(b"dither split 1\n" + text.encode()).digest()
+    # A float times a power of two is exact.
+    return int.from_bytes(digest[:8], "little") < int(fraction * 2.0**64)
+
+
+def check_fraction(fraction: float) -> float:
+    """Return `fraction` if it is above 0 and below 1."""
+    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction < 1:
+        raise UserError(f"The held-out fraction is above 0 and below 1, such as 0.01, not {fraction!r}.")
+    return float(fraction)
+
+
+def split_documents(
+    sources: Sources,
+    held_out: float | Sources,
+    *,
+    field: str = "text",
+    separator: str | None = SEPARATOR,
+    skip: Skip | None = None,
+    say: Callable[[str], None] | None = None,
+    reading: Reading | None = None,
+) -> Iterator[tuple[bool, str]]:
+    """Return an iterator of (held out, text). If there is only one document, its last part is held out.
+
+    Args:
+        sources: The sources of the documents.
+        held_out: The fraction of documents that are held out, or the sources of held-out documents.
+        field: The name of the text in JSON lines and Parquet.
+        separator: The line between two documents of a text file.
+        skip: Called with the place of everything that is left out, and why.
+        say: Called with a sentence if a single document is split.
+        reading: Counts the bytes that are read.
+    """
+    train = documents(sources, field=field, separator=separator, skip=skip, reading=reading)
+    if not isinstance(held_out, int | float):
+        held = documents(held_out, field=field, separator=separator, skip=skip, reading=reading)
+        return chain(((False, document.text) for document in train), ((True, document.text) for document in held))
+    fraction = check_fraction(held_out)
+
+    def pairs() -> Iterator[tuple[bool, str]]:
+        first = list(islice(train, 2))
+        if len(first) == 1 and all(parts := split_text(first[0].text, fraction)):
+            if say is not None:
+                share = len(parts[1]) / len(first[0].text)
+                say(
+                    f"{first[0].source} is a single document: its last {share:.1%} are held out, from "
+                    f"{parts[1].strip()[:SHOWN]!r} on."
+                )
+            yield from zip((False, True), parts, strict=True)
+            return
+        for document in chain(first, train):
+            yield is_held_out(document.text, fraction), document.text
+
+    return pairs()
+
+
+def split_text(text: str, fraction: float) -> tuple[str, str]:
+    """Split a text into (training part, held-out part) at the last empty line, line end or character before the fraction.
+
+    Either part is "" if the text is too short.
+
+    >>> split_text("one\\n\\ntwo\\n\\nthree four", 0.3)
+    ('one\\n\\ntwo\\n\\n', 'three four')
+    """
+    at = min(int(len(text) * (1 - fraction)), len(text) - 1)
+    for mark in ("\n\n", "\n", ""):
+        end = text.rfind(mark, 0, at) + len(mark) if mark else at
+        # An empty line far away would hold out much more text than was asked for.
+        if (
+            end >= len(mark)
+            and text[:end].strip()
+            and text[end:].strip()
+            and (not mark or len(text) - end <= 2 * (len(text) - at))
+        ):
+            return text[:end], text[end:]
+    return text, ""
+
+
+def split_conversations(
+    sources: Sources, held_out: float | Sources, *, skip: Skip | None = None, reading: Reading | None = None
+) -> Iterator[tuple[bool, Conversation]]:
+    """Return an iterator of (held out, conversation). A hash of the conversation decides, as for documents.
+
+    Args:
+        sources: Files of JSON lines, globs or folders.
+        held_out: The fraction of conversations that are held out, or the sources of held-out ones.
+        skip: Called with the place of everything that is left out, and why.
+        reading: Counts the bytes that are read.
+    """
+    train = json_rows(sources, skip, reading)
+    if isinstance(held_out, int | float):
+        fraction = check_fraction(held_out)
+        return ((is_held_out(chat.text, fraction), chat) for chat in _conversations(train))
+    held = json_rows(held_out, skip, reading)
+    return ((side, chat) for side, rows in ((False, train), (True, held)) for chat in _conversations(rows))
+
+
+def _conversations(rows: Generator[tuple[object, str], None, None]) -> Iterator[Conversation]:
+    with closing(rows):  # at once, also if a conversation is wrong
+        for row in rows:
+            yield read_conversation(*row)
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
 
 
 class _Writer:
@@ -120,11 +235,11 @@ class _Writer:
     def close(self) -> None:
         """Finish the current shard."""
         if self.file is not None:
-            _finish(self.file)
+            self.file.close()
             self.shards[-1]["sha256"] = self.digest.hexdigest()
             self.file = None
         if self.marks is not None:
-            _finish(self.marks)
+            self.marks.close()
             self.shards[-1]["counted_sha256"] = self.marks_digest.hexdigest()
             self.marks = None
 
@@ -184,31 +299,30 @@ def prepare(
         pairs = split_documents(sources, held_out, field=field, separator=separator, skip=skip, say=say, reading=reading)
     else:
         pairs = split_conversations(sources, held_out, skip=skip, reading=reading)
-    with _new_folder(Path(out)) as folder, ExitStack() as files:
+    out = Path(out)
+    if not is_free(out):
+        raise UserError(f"{str(out)!r} exists already: name a new folder for the tokens, or remove it.")
+    with new_folder(out, "The tokens") as folder, ExitStack() as files:
         writers = tuple(_Writer(folder, split, tokenizer, shard, files, skip) for split in SPLITS)
         for batch in _batches(pairs):
             for side, writer in enumerate(writers):
                 if stop is not None and stop.is_set():
                     raise InterruptedError
-                documents = [document for held, document in batch if held == side]
+                chosen = [document for held, document in batch if held == side]
                 if chat is None:
-                    writer.write([document for document in documents if isinstance(document, str)])
+                    writer.write([text for text in chosen if isinstance(text, str)])
                 else:
-                    writer.write_chats([document for document in documents if isinstance(document, Conversation)], chat)
+                    writer.write_chats([each for each in chosen if isinstance(each, Conversation)], chat)
             if progress is not None:
                 counts = writers[0].counts + writers[1].counts
                 progress(PreparedSoFar(**asdict(counts), read=reading.done, size=reading.size))
         _check_split(names, held_out, writers[0].counts.documents, writers[1].counts.documents, skipped)
         if tokenizer.json is not None:
-            with (folder / TOKENIZER).open("x", encoding="utf-8", newline="") as file:
-                file.write(tokenizer.json)
-                _finish(file)
+            (folder / TOKENIZER).write_text(tokenizer.json, encoding="utf-8", newline="")
         for writer in writers:
             writer.close()
         for name, data in () if chat is None else chat.files.items():
-            with (folder / name).open("xb") as beside:
-                beside.write(data)
-                _finish(beside)
+            (folder / name).write_bytes(data)
         manifest = {
             "format": FORMAT if chat is None else CHAT_FORMAT,
             "dtype": tokenizer.dtype.name,
@@ -225,9 +339,7 @@ def prepare(
         }
         if chat is not None:
             manifest["chat"] = {"template": chat.name, "files": file_hashes(chat)}
-        with (folder / MANIFEST).open("x", encoding="utf-8") as file:
-            file.write(manifest_text(manifest))
-            _finish(file)
+        (folder / MANIFEST).write_text(manifest_text(manifest), encoding="utf-8")
     return open_tokens(out, verify=False)
 
 
@@ -263,57 +375,3 @@ def _check_split(sources: Sequence[str], held_out: object, train: int, held: int
         f"{share}, and both training and held-out text need one: use more documents, separate them by lines {SEPARATOR!r}, "
         "change the fraction, or name held-out files."
     )
-
-
-@contextmanager
-def _new_folder(out: Path) -> Iterator[Path]:
-    """Yield a new folder with a hidden name beside `out`, and rename it to `out` if nothing is raised."""
-    try:
-        if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
-            raise UserError(f"{str(out)!r} exists already: name a new folder for the tokens, or remove it.")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(out)
-        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
-        folder.chmod(0o755)  # like other folders; a temporary one is readable by its owner only
-        lock = os.open(folder, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    except (OSError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"The folder {str(out)!r} cannot be made: {first_line(error)}.") from None
-    try:
-        yield folder
-        os.fsync(lock)
-        os.rename(folder, out)
-        folder = out
-        safe_files.sync(out.parent)
-    except BaseException as error:
-        shutil.rmtree(folder)
-        if not isinstance(error, OSError) or isinstance(error, InterruptedError):
-            raise
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        free = shutil.disk_usage(out.parent).free
-        why = f"the disk is full ({free:,} bytes are free there)" if full else error.strerror or str(error)
-        raise UserError(f"The tokens cannot be written to {str(out)!r}: {why}; nothing was left behind.") from None
-    finally:
-        os.close(lock)
-
-
-def _sweep(out: Path) -> None:
-    """Remove what killed processes left behind. A running process holds a lock, which the system releases when it dies."""
-    for left in out.parent.glob(f".{glob.escape(out.name)}.*.partial"):
-        lock = os.open(left, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left)
-        except BlockingIOError:
-            continue
-        finally:
-            os.close(lock)
-
-
-def _finish(file: Any) -> None:
-    """Flush a file to the disk and close it."""
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()

@@ -4,7 +4,8 @@ A source is a string:
 
     stdlib                      the source code of this machine's Python standard library, one document per file
     hf:NAME[:SPLIT[:FIELD]]     a Hugging Face dataset, streamed; NAME may carry a configuration, as in NAME@CONFIG
-    FILE, FOLDER or a glob      text, .jsonl and .parquet, text and .jsonl also as .xz, .gz or .zst
+    FILE, FOLDER or a glob      text, .jsonl and .parquet, text and .jsonl also as .xz, .gz or .zst; or a folder that
+                                `Dataset.save_to_disk` of Hugging Face wrote
 
 Documents come in the order of the sources, and by path within a source.
 """
@@ -18,7 +19,7 @@ import re
 import stat
 import sysconfig
 import zlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,20 +163,26 @@ def _source(source: str, field: str, separator: str | None, skip: Skip, reading:
     if source == STDLIB:
         found = stdlib(skip, reading=reading)
         return lambda: found
-    files, named = _files(source, skip), [Path(source)]
+    if _is_saved_dataset([path.name for path in Path(source).glob("*")] if os.path.isdir(source) else ()):
+        reading.expect(None)
+        return _saved_dataset(source, field, skip)
+    files = _files(source, skip)
     reading.expect(files)
+    return lambda: _documents(files, field, separator, skip, reading, named=files == [Path(source)])
 
-    def read() -> Iterator[Document]:
-        for path in files:
-            try:
-                yield from _file(path, field, separator, skip, reading)
-            except _NotTextError as error:
-                if files == named:
-                    raise UserError(f"{str(path)!r} is {error}, not UTF-8 text, JSON lines or Parquet.") from None
-                skip(str(path), str(error))
-            reading.end(path)
 
-    return read
+def _documents(
+    files: Sequence[Path], field: str, separator: str | None, skip: Skip, reading: Reading, *, named: bool = False
+) -> Iterator[Document]:
+    """Yield the documents of files. Those that are not text are left out; if the user named the file, it is an error."""
+    for path in files:
+        try:
+            yield from _file(path, field, separator, skip, reading)
+        except _NotTextError as error:
+            if named:
+                raise UserError(f"{str(path)!r} is {error}, not UTF-8 text, JSON lines or Parquet.") from None
+            skip(str(path), str(error))
+        reading.end(path)
 
 
 def _files(source: str, skip: Skip) -> list[Path]:
@@ -219,11 +226,16 @@ def _files(source: str, skip: Skip) -> list[Path]:
 
 def _enter(top: str, folders: list[str], names: list[str], skip: Skip) -> bool:
     """Return whether os.walk should list a folder, and remove hidden folders from those that it enters."""
-    prepared = MANIFEST in names
-    if prepared:
-        skip(top, "prepared tokens")
-    folders[:] = [] if prepared else [name for name in folders if not name.startswith(".")]
-    return not prepared
+    why = "prepared tokens" if MANIFEST in names else "a saved dataset" if _is_saved_dataset(names) else ""
+    if why:
+        skip(top, why)
+    folders[:] = [] if why else [name for name in folders if not name.startswith(".")]
+    return not why
+
+
+def _is_saved_dataset(names: Collection[str]) -> bool:
+    arrow = any(name.endswith(".arrow") for name in names)
+    return "dataset_dict.json" in names or (arrow and "state.json" in names)
 
 
 def stdlib(
@@ -248,16 +260,7 @@ def stdlib(
         chosen.append(path)
     counted = reading or Reading()
     counted.expect(chosen)
-
-    def read() -> Iterator[Document]:
-        for path in chosen:
-            try:
-                yield from _file(path, "text", None, skip, counted)
-            except _NotTextError as error:
-                skip(str(path), str(error))
-            counted.end(path)
-
-    return read()
+    return _documents(chosen, "text", None, skip, counted)
 
 
 def _file(path: Path, field: str, separator: str | None, skip: Skip, reading: Reading) -> Iterator[Document]:
@@ -312,7 +315,7 @@ def json_rows(
     named = listed(sources)
     for source in named:
         if source == STDLIB or source.startswith("hf:"):
-            raise UserError(f"Conversations come from files of JSON lines, such as chat.jsonl.gz, not {source!r}.")
+            raise UserError(f"Conversations and questions are JSON lines, such as chat.jsonl.gz, not {source!r}.")
     parts = [(source, _files(source, tell)) for source in named]
     counted = reading or Reading()
     for _, files in parts:
@@ -323,7 +326,7 @@ def json_rows(
             for path in files:
                 if not re.search(r"\.(jsonl|ndjson)(\.(xz|gz|zst))?$", path.name.lower()):
                     if files == [Path(source)]:
-                        raise UserError(f"Conversations come from files of JSON lines, such as chat.jsonl, not {str(path)!r}.")
+                        raise UserError(f"Conversations and questions are JSON lines, such as chat.jsonl, not {str(path)!r}.")
                     tell(str(path), "not JSON lines")
                     counted.end(path)
                     continue
@@ -494,6 +497,27 @@ def _hugging_face(source: str, field: str, skip: Skip) -> Callable[[], Iterator[
     name, _, config = name.partition("@")
     if not name or not split or not field or len(rest) > 2:
         raise UserError(f"A Hugging Face dataset is 'hf:NAME', 'hf:NAME:SPLIT' or 'hf:NAME:SPLIT:FIELD', not {source!r}.")
+    datasets = _datasets(source)
+
+    return _rows_of(source, field, skip, lambda: datasets.load_dataset(name, config or None, split=split, streaming=True))
+
+
+def _saved_dataset(source: str, field: str, skip: Skip) -> Callable[[], Iterator[Document]]:
+    """Return a reader of a folder that `save_to_disk` wrote."""
+    datasets = _datasets(source)
+    try:
+        found = datasets.load_from_disk(source)
+    except Exception as error:  # anything that the package may raise
+        raise UserError(f"The dataset {source!r} cannot be read: {first_line(error)}.") from None
+    if not isinstance(found, datasets.Dataset):
+        splits = ", ".join(repr(os.path.join(source, name)) for name in found)
+        raise UserError(f"{source!r} is a dataset with several splits: name one of {splits}.")
+    if field not in found.column_names:
+        raise UserError(f"There is no column {field!r} in {source!r}: it has {', '.join(found.column_names)}.")
+    return _rows_of(source, field, skip, lambda: found.select_columns([field]))
+
+
+def _datasets(source: str) -> Any:
     try:
         import datasets
     except ImportError:
@@ -502,10 +526,15 @@ def _hugging_face(source: str, field: str, skip: Skip) -> Callable[[], Iterator[
         raise UserError(
             f"{source!r} needs datasets 4 or newer, not {datasets.__version__}: older versions execute code of datasets."
         )
+    return datasets
+
+
+def _rows_of(source: str, field: str, skip: Skip, load: Callable[[], Iterable[Any]]) -> Callable[[], Iterator[Document]]:
+    """Return a reader of the rows of a dataset."""
 
     def read() -> Iterator[Document]:
         try:
-            for number, row in enumerate(datasets.load_dataset(name, config or None, split=split, streaming=True)):
+            for number, row in enumerate(load()):
                 where = f"row {number} of {source!r}"
                 yield from _whole(_value(row, field, where), where, skip)
         except UserError:

@@ -31,6 +31,9 @@ from dither.spec.formats import Format
 Evaluate = Callable[[nn.Module], float]
 """A function (model) -> loss, which is called with the model in eval mode."""
 
+SLACK = 0.05
+"""Bits by which learned bitwidths may exceed the capacity of a format: guidance does not quite reach its target."""
+
 
 # Plans ----------------------------------------------------------------------------------------------------------------
 
@@ -92,6 +95,17 @@ def weight_cast(format: str, granularity: str = "block(32)", scale: str = "fp32"
     ('e2m1 block(32) fp32 nearest', 'bf16 nearest')
     """
     return Cast(format) if Format.parse(format).exponent_bits == 8 else Cast(format, granularity, scale)
+
+
+def parse_cast(text: str) -> Cast:
+    """Parse a cast of weights from the command line: colons replace spaces, and a format alone means blocks of 32 x 32.
+
+    >>> str(parse_cast("e2m1")), str(parse_cast("e4m3:row"))
+    ('e2m1 block(32) fp32 nearest', 'e4m3 row fp32 nearest')
+    """
+    words = text.replace(":", " ").split()
+    alone = len(words) == 1 and not words[0].startswith(("mx", "nv"))
+    return weight_cast(words[0]) if alone else Cast.parse(" ".join(words))
 
 
 def _quantile(b_t: Tensor, counts: Tensor, quantile: float) -> float:

@@ -112,6 +112,13 @@ class Perplexity:
         pairs = [((a - b) / count, count) for (a, count), (b, _) in zip(self.batches, other.batches, strict=True)]
         return self.loss - other.loss, _error(pairs) if len(pairs) > 1 else None
 
+    @classmethod
+    def of(cls, nats: float, windows: Batch, tokens: Tokens, batches: tuple[tuple[float, int], ...] = ()) -> "Perplexity":
+        """Return the mean of a loss that was summed over the targets of `windows`, which are of the text `tokens`."""
+        targets = counted_targets(windows)
+        size = tokens.bytes_of(targets) if tokens.exact or tokens.counts is not None else 0.0
+        return cls(nats / len(targets), nats / math.log(2) / size if size else None, len(targets), batches)
+
     @property
     def perplexity(self) -> float:
         """Return exp(loss), or infinity if that overflows."""
@@ -150,25 +157,19 @@ def perplexity(
     >>> found.tokens, 5 < found.loss < 6, found.bits_per_byte == found.loss / math.log(2)
     (352, True, True)
     """
-    windows = held_out(tokens, sequence, count)
-    place = next(model.parameters()).device
+    windows, device = held_out(tokens, sequence, count), next(model.parameters()).device
+    totals = []
     with evaluating(model):
-        here = windows.to(place)
-        parts = [here.rows(start, start + batch) for start in range(0, len(here.tokens), batch)]
-        totals = []
-        for part in parts:
-            totals.append(summed_loss(model, part, batch))
-            tick(min(len(totals) * batch, len(here.tokens)), len(here.tokens))
+        for total in batch_losses(model, windows, batch, device=device):
+            totals.append(total)
+            tick(min(len(totals) * batch, len(windows.tokens)), len(windows.tokens))
         sums = torch.stack(totals).tolist()
+    parts = (windows.rows(start, start + batch) for start in range(0, len(windows.tokens), batch))
     counts = [part.targets.numel() if part.counted is None else int(part.counted[:, 1:].sum()) for part in parts]
-    batches = tuple(each for each in zip(sums, counts, strict=True) if each[1])
     nats = 0.0
-    for total in sums:  # in the order in which `summed_loss` adds batches; Python's `sum` rounds otherwise since 3.12
+    for total in sums:  # in the order in which a run adds batches; Python's `sum` rounds otherwise since 3.12
         nats += total
-    known = tokens.exact or tokens.counts is not None
-    targets = counted_targets(windows)
-    size = tokens.bytes_of(targets) if known else 0.0
-    return Perplexity(nats / len(targets), nats / math.log(2) / size if size else None, len(targets), batches)
+    return Perplexity.of(nats, windows, tokens, tuple(each for each in zip(sums, counts, strict=True) if each[1]))
 
 
 def _error(values: Sequence[tuple[float, int]]) -> float:
@@ -191,16 +192,32 @@ def counted_targets(windows: Batch) -> Tensor:
     return found
 
 
-def summed_loss(model: nn.Module, windows: Batch, batch: int, *, stop: Callable[[], bool] = lambda: False) -> Tensor:
-    """Return the loss in nats, 0-d float64, summed over the targets of windows that count, `batch` windows at a time.
+def batch_losses(
+    loss: Callable[[Tensor, Tensor], Tensor],
+    windows: Batch,
+    batch: int,
+    *,
+    device: torch.device | None = None,
+    spare: Batch | None = None,
+    most: int = 0,
+    stop: Callable[[], bool] = lambda: False,
+) -> Iterator[Tensor]:
+    """Yield the loss in nats, 0-d float64, summed over the targets that count of each `batch` windows.
 
-    When `stop` returns True, the remaining windows are left out.
+    Args:
+        loss: Returns the mean loss for inputs and targets [b, T], as models of dither do.
+        windows: The windows of this rank.
+        batch: Windows per forward pass.
+        device: The device of the model; None if the windows are there.
+        spare: A window to run in place of one that this rank has not, where all ranks must run as many passes.
+        most: The number of windows for which all ranks run passes.
+        stop: Called before each pass; True leaves out the remaining windows.
     """
-    total = torch.zeros((), dtype=torch.float64, device=windows.tokens.device)
-    for start in range(0, len(windows.tokens), batch):
+    for start in range(0, max(most, len(windows.tokens)), batch):
         if stop():
-            break
+            return
         part = windows.rows(start, start + batch)
-        count = part.targets.numel() if part.counted is None else part.counted[:, 1:].sum()
-        total += model(part.inputs, part.targets).double() * count
-    return total
+        used = part if len(part.tokens) or spare is None else spare
+        used = used if device is None else used.to(device)
+        count = used.targets.numel() if used.counted is None else used.counted[:, 1:].sum()
+        yield loss(used.inputs, used.targets).double() * (count if len(part.tokens) else 0)

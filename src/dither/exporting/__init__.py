@@ -3,6 +3,6 @@
 from dither.exporting.folder import export as export
 from dither.exporting.formats import FORMATS as FORMATS
 from dither.exporting.formats import NAMES as NAMES
-from dither.exporting.record import Check as Check
 from dither.exporting.record import Export as Export
 from dither.exporting.record import ExportedLayer as ExportedLayer
+from dither.exporting.record import LogitCheck as LogitCheck

@@ -1,22 +1,21 @@
 """Export the adapters of a run as a folder that PEFT loads."""
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from dither.errors import UserError
-from dither.evaluate.held_out import evaluating
-from dither.exporting.layers import Layout
-from dither.exporting.record import TOLERANCE, require, sample_tokens
-from dither.exporting.tokenizer_files import AnyTokenizer, write_tokenizer
+from dither.exporting.layers import StoredModel
+from dither.exporting.record import check_difference, logit_difference, require, sample_tokens
+from dither.exporting.tokenizer_files import AnyTokenizer, TokenizerFiles
+from dither.files import new_folder
 from dither.models import CausalLM
-from dither.models.folder_files import appearing, write_json
+from dither.models.folder_files import check_new, write_json
 from dither.models.lora import adapter_tensors, merged_model, peft_config
-from dither.models.settings import Lora
+from dither.models.sizes import Lora
+from dither.models.transformers_models import hf
 
 CONFIG, WEIGHTS, RECORD = "adapter_config.json", "adapter_model.safetensors", "dither_export.json"
 
@@ -69,11 +68,12 @@ def export_adapters(
     """
     config = peft_config(settings, model, base)
     tensors = {name: tensor.contiguous().cpu() for name, tensor in adapter_tensors(model).items()}
-    with appearing(folder) as place:
+    check_new(folder)
+    with new_folder(folder, "The adapters") as place:
         save_file(tensors, place / WEIGHTS, metadata={"format": "pt"})
         config.save_pretrained(str(place))
         if tokenizer is not None:
-            write_tokenizer(tokenizer, place, None)
+            TokenizerFiles.of(tokenizer).write(place, None)
         sizes = sum(tensor.nbytes for tensor in tensors.values())
         record = AdapterExport(folder, sum(tensor.numel() for tensor in tensors.values()), sizes, base)
         if check:
@@ -88,50 +88,19 @@ def _checked(record: AdapterExport, model: CausalLM, place: Path) -> AdapterExpo
     """Compare PEFT's logits with those of the trained model, whose inputs are not cast here; raise if they differ."""
     for package, extra in (("transformers", "hf"), ("peft", "lora")):
         require(package, "--check", extra)
-    merged = merged_model(model).cpu()
-    tokens = sample_tokens(model.embedding.num_embeddings, getattr(model.config, "max_position_embeddings", None))
-    with evaluating(merged):
-        expected = merged(tokens).float()
-    adapted = _peft_model(_plain_base(model), place)
-    difference = (adapted(input_ids=tokens, use_cache=False).logits.float() - expected).abs().max().item()
-    largest = expected.abs().max().item()
-    if not math.isfinite(difference) or difference > TOLERANCE * max(1.0, largest):
-        raise UserError(
-            f"The logits of the exported adapters differ by {difference:.2g} from those of the trained model (largest "
-            f"{largest:.3g}): nothing was written; this is a defect, please report it."
-        )
-    own = None
-    if (Path(record.base) / "config.json").is_file():
-        import transformers
-
-        base = transformers.AutoModelForCausalLM.from_pretrained(record.base, dtype=torch.float32, trust_remote_code=False)
-        theirs = _peft_model(base, place)(input_ids=tokens, use_cache=False).logits.float()
-        own = (theirs - expected).abs().max().item()
-    return AdapterExport(record.path, record.parameters, record.bytes, record.base, difference, own, largest)
-
-
-def _peft_model(base: Any, place: Path) -> Any:
     import peft
 
-    return peft.PeftModel.from_pretrained(base, str(place)).eval()
+    def on(base: Any) -> tuple[float, float]:
+        return logit_difference(peft.PeftModel.from_pretrained(base, str(place)).eval(), merged, tokens)
 
-
-@torch.no_grad()
-def _plain_base(model: CausalLM) -> Any:
-    """Return the base as a model of transformers, with the numbers of its codes, without adapters."""
-    import transformers
-
-    base = merged_model(model, adapters=False)
-    layout = Layout(base)
-    if layout.is_transformers:
-        return layout.model.cpu().eval()
-    fields = dict(layout.config)
-    config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
-    with torch.random.fork_rng(devices=[]):
-        made = transformers.AutoModelForCausalLM.from_config(config).float()
-    missing, unexpected = made.load_state_dict(base.cpu().state_dict(), strict=False)
-    tied = {name for name in missing if "lm_head" in name and getattr(config, "tie_word_embeddings", False)}
-    if set(missing) - tied or unexpected:
-        raise UserError(f"transformers does not take the base: {', '.join([*missing, *unexpected][:3])}.")
-    made.tie_weights()
-    return made.eval()
+    merged, stored = merged_model(model).cpu(), StoredModel(merged_model(model, adapters=False).cpu())
+    tokens = sample_tokens(model, model.embedding.num_embeddings)
+    base = stored.model
+    if not stored.is_transformers:
+        base = hf(stored.config).hf
+        base.load_state_dict(stored.model.state_dict())
+    difference, largest = on(base)
+    check_difference(difference, largest, "exported adapters", "the trained model")
+    is_folder = (Path(record.base) / "config.json").is_file()
+    own = on(hf(record.base, dtype=torch.float32).hf)[0] if is_folder else None
+    return replace(record, difference=difference, own_base_difference=own, largest=largest)

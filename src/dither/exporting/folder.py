@@ -1,98 +1,39 @@
 """Export a model as a Hugging Face folder: weights in any format, config, tokenizer, record and model card."""
 
-import copy
 import json
 import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dither.console import Stage, silent
 from dither.errors import UserError
-from dither.evaluate.deployment import Evaluate, plan_from_bitwidths
+from dither.evaluate.deployment import SLACK, Evaluate, plan_from_bitwidths
 from dither.evaluate.held_out import evaluating
 from dither.exporting.formats import AUTO, DENSE, FORMATS, check_format, format_of
-from dither.exporting.gguf import GGUF, read_gguf, write_new_file
-from dither.exporting.layers import Choice, EncodedLayer, Engine, Layout, choose, encode
-from dither.exporting.record import Export, ExportedLayer, model_card
-from dither.exporting.record import check as compare
-from dither.exporting.tokenizer_files import AnyTokenizer, check_fit, write_tokenizer
-from dither.files import sync
-from dither.models.folder_files import CONFIG, INDEX, WEIGHTS, appearing, check_new, write_json
-from dither.models.presets import empty
-from dither.models.transformers_models import HuggingFace
+from dither.exporting.gguf import ARCHITECTURES, GGUF, GgufModel
+from dither.exporting.layers import EncodedLayer, Engine, LayerFormat, StoredModel, choose, encode
+from dither.exporting.record import Export, ExportedLayer, check_logits, model_card, relative_error
+from dither.exporting.tokenizer_files import AnyTokenizer, TokenizerFiles
+from dither.files import new_folder, sync
+from dither.models.folder_files import CONFIG, WeightsWriter, check_new, write_json
+from dither.models.transformers_models import HuggingFace, unconverted
 from dither.nn.convert import convert
 from dither.nn.linear import Linear
 from dither.nn.sites import converted_layers, linear_of
 from dither.spec import LayerPrecision, Plan
 from dither.versions import versions
 
-
-def plain_copy(layout: Layout) -> nn.Module:
-    """Return an unconverted float32 copy of a model, on the device of its weights."""
-    device = next(layout.model.parameters()).device
-    if not layout.is_transformers:
-        fresh: Any = empty(layout.model.config, device, torch.float32)
-    else:
-        with torch.random.fork_rng(devices=[]):
-            fresh = type(layout.model)(copy.deepcopy(layout.model.config)).to(device, torch.float32)
-    state = fresh.state_dict()
-    with torch.no_grad():
-        for name, tensor in layout.model.state_dict().items():
-            if name in state:
-                state[name].copy_(tensor)
-    return fresh.eval()  # type: ignore[no-any-return]
-
-
-def plain_model(layout: Layout) -> nn.Module:
-    """Return the same with the interface of our models: `model(tokens, targets)` returns the loss."""
-    model = plain_copy(layout)
-    return HuggingFace(model) if layout.is_transformers else model
-
-
-@torch.no_grad()
-def dequantized(layout: Layout, choices: Sequence[Choice], numbers: Mapping[str, Tensor], dense: torch.dtype) -> nn.Module:
-    """Return a plain float32 model with the weights of an exported folder, which casts inputs as engines do.
-
-    Args:
-        layout: The model that was exported.
-        choices: The formats of its layers; an empty list leaves inputs uncast.
-        numbers: The numbers of layers in few bits, by the names of parameters.
-        dense: The dtype of all other weights in the folder.
-    """
-    model = plain_copy(layout)
-    for name, tensor in model.state_dict().items():
-        if name in numbers:
-            tensor.copy_(numbers[name])
-        elif tensor.is_floating_point():
-            tensor.copy_(tensor.to(dense))
-    rules = tuple(
-        (choice.site.name, LayerPrecision(input=cast))
-        for choice in choices
-        if choice.format and (cast := FORMATS[choice.format].input_cast)
-    )
-    if rules:
-        convert(model, Plan(layers=rules), emulate=True)
-    return HuggingFace(model) if layout.is_transformers else model
-
-
-NO_EXPERTS = "re:^no experts in few bits$"
-"""A target of compressed-tensors that matches no layer."""
-
 CHECKING = "Loading the result with transformers and comparing logits"
 """The title of the stage of `check`."""
 
 RECORD, CARD = "dither_export.json", "README.md"
-
-SLACK = 0.05
-"""Bits by which learned bitwidths may exceed the capacity of a format: guidance does not quite reach its target."""
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
@@ -109,6 +50,7 @@ def export(
     check: bool = False,
     max_shard_size: int | str = "5GB",
     provenance: Mapping[str, Any] | None = None,
+    stage: Stage = silent,
 ) -> Export:
     """Write a model as a Hugging Face folder that transformers and vLLM load, and return a record of it.
 
@@ -129,6 +71,7 @@ def export(
         check: Load the folder with transformers and compare logits before it appears.
         max_shard_size: Most bytes per file of weights, such as "5GB".
         provenance: Plain values for the model card, such as {"recipe": "fp8-block", "step": 1000}.
+        stage: Shows the stages of the export.
 
     >>> import dither, tempfile
     >>> from dither.models import build
@@ -137,64 +80,126 @@ def export(
     >>> record.sizes()
     [('mxfp4', 14, 393216, 4.25), ('bf16', 1, 32768, 16.0)]
     """
-    chosen = ExportOptions(format, plan, tokenizer, engine, evaluate, check, max_shard_size, provenance or {})
-    return export_in_stages(model, folder, chosen)
-
-
-@dataclass(frozen=True)
-class ExportOptions:
-    """The options of `export`, which explains them."""
-
-    format: str = "bf16"
-    plan: Plan | None = None
-    tokenizer: AnyTokenizer | None = None
-    engine: Engine = "any"
-    evaluate: Evaluate | None = None
-    check: bool = False
-    max_shard_size: int | str = "5GB"
-    provenance: Mapping[str, Any] = field(default_factory=dict)
-
-
-def export_in_stages(model: nn.Module, folder: str | os.PathLike[str], options: ExportOptions, stage: Stage = silent) -> Export:
-    """Write a model as `export` does, and show the stages of that."""
-    format, plan, tokenizer, engine = options.format, options.plan, options.tokenizer, options.engine
     check_format(format)
     if engine not in ("any", "vllm"):
         raise UserError(f"engine is 'any' or 'vllm', not {engine!r:.80}.")
-    most = shard_bytes(options.max_shard_size)
-    check_target(Path(folder), format)
-    layout = Layout(model)
-    if tokenizer is not None:
-        check_fit(tokenizer, layout.vocab_size)
-    given = {**dict(options.provenance), "versions": dict(versions())}
+    most, path = shard_bytes(max_shard_size), Path(folder)
+    check_target(path, format)
+    stored = StoredModel(model)
+    tokens = None if tokenizer is None else TokenizerFiles.of(tokenizer)
+    if tokens is not None:
+        tokens.check_fit(stored.vocab_size)
+    notes = (
+        () if tokenizer is not None else (f"No tokenizer was given, so the {'file' if format in GGUF else 'folder'} has none.",)
+    )
+    for name, tensor in (tensors := stored.tensors()).items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise UserError(f"The tensor {name!r} has NaN or Inf: export an earlier checkpoint.")
+    facts = {**(provenance or {}), "versions": dict(versions())}
+    record = Export(path, format, parameters=sum(map(Tensor.numel, tensors.values())), notes=notes, provenance=facts)
     if format in GGUF:
-        return _export_gguf(layout, Path(folder), replace(options, provenance=given), stage)
-    dense = "fp16" if format == "fp16" else "bf16"
-    choices = choose(layout, _wanted(model, format, plan), engine)
+        return _export_gguf(stored, record, tokens, evaluate, check, stage)
+    choices = choose(stored, _wanted(model, format, plan), engine)
     if format not in DENSE and not any(choice.format for choice in choices):
-        raise UserError(_nothing(layout, format, choices))
-    job = _Job(layout, choices, dense, format)
-    with appearing(Path(folder)) as place:
+        raise UserError(_nothing(stored, format, choices))
+    job = _Folder(stored, choices, format)
+    with new_folder(path, "The model") as place:
         with stage("Writing weights") as tick:
-            writer, layers = _Writer(place, most), list[ExportedLayer]()
+            writer, layers = WeightsWriter(place, most), list[ExportedLayer]()
             for layer in job.write(writer):
                 layers.append(layer)
                 tick(len(layers), len(choices))
-            files = writer.finish()
-        notes = () if tokenizer is not None else ("No tokenizer was given, so the folder has none.",)
-        described = _settings(layout, DENSE[dense], job.quantization())
-        if tokenizer is not None:
-            described |= _ends(write_tokenizer(tokenizer, place, described.get("max_position_embeddings")))
+            record = replace(record, layers=tuple(layers), bytes=writer.finish())
+        described = _settings(stored, job.dtype, job.quantization())
+        if tokens is not None:
+            tokens.write(place, described.get("max_position_embeddings"))
+            described |= {} if tokens.end is None else {"eos_token_id": tokens.end}
         write_json(place / CONFIG, described)
-        write_json(place / "generation_config.json", _generation(layout, described))
-        record = Export(
-            Path(folder), format, tuple(layers), sum(tensor.numel() for tensor in layout.tensors().values()), files, notes=notes
-        )
-        record = replace(record, provenance=given)
-        record = job.measured(record, options.evaluate, place if options.check else None, stage)
+        write_json(place / "generation_config.json", _generation(stored, described))
+        if evaluate is not None or check:
+            numbers = {layer.choice.parameter: layer.numbers for layer in job.encoded()}
+            if evaluate is not None:
+                record = _with_losses(record, stored, dequantized(stored, numbers, job.dtype, choices), evaluate)
+            if check:
+                loaded = {choice.parameter: FORMATS[choice.format].loaded for choice in choices if choice.format}
+                numbers = {name: number.to(loaded[name]).float() for name, number in numbers.items()}
+                with stage(CHECKING):
+                    record = replace(
+                        record, check=check_logits(place, dequantized(stored, numbers, job.dtype), stored.vocab_size)
+                    )
         write_json(place / RECORD, record.to_dict())
         (place / CARD).write_text(model_card(record, described, plan), encoding="utf-8")
     return record
+
+
+def _export_gguf(
+    stored: StoredModel, record: Export, tokens: TokenizerFiles | None, evaluate: Evaluate | None, check: bool, stage: Stage
+) -> Export:
+    """Write a GGUF file; read it back to measure its loss, and to compare logits with transformers' own reader of GGUF."""
+    path, model = record.path, GgufModel(stored)
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        with stage("Writing weights"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            layers = model.write(partial, record.format, tokens, path.stem)
+        record = replace(record, layers=tuple(layers), bytes=partial.stat().st_size)
+        after = dequantized(stored, model.read(partial))
+        if evaluate is not None:
+            record = _with_losses(record, stored, after, evaluate)
+        if check:
+            with stage(CHECKING):
+                record = replace(record, check=check_logits(partial, after, stored.vocab_size, model.described))
+        sync(partial)
+        os.rename(partial, path)
+        sync(path.absolute().parent)
+    except OSError as error:
+        raise UserError(f"{str(path)!r} cannot be written: {error}.") from None
+    finally:
+        partial.unlink(missing_ok=True)
+    return record
+
+
+@torch.no_grad()
+def dequantized(
+    stored: StoredModel,
+    numbers: Mapping[str, Tensor],
+    dense: torch.dtype = torch.float32,
+    choices: Sequence[LayerFormat] = (),
+) -> nn.Module:
+    """Return a plain float32 model with the weights of an exported folder: `model(tokens, targets)` returns the loss.
+
+    Args:
+        stored: The model that was exported.
+        numbers: The numbers of layers in few bits, by the names of parameters.
+        dense: The dtype of all other weights in the folder.
+        choices: The formats of layers whose inputs are cast, as engines do.
+    """
+    model, own = unconverted(stored.model), stored.model.state_dict()
+    tensors = model.state_dict()
+    for name in tensors.keys() & own.keys():
+        tensors[name].copy_(own[name])
+    for name, tensor in tensors.items():  # a tied one is there twice, and has its numbers under the first name
+        if name in numbers:
+            tensor.copy_(numbers[name])
+        elif tensor.is_floating_point():
+            tensor.copy_(tensor.to(dense))
+    rules = tuple(
+        (choice.site.name, LayerPrecision(input=cast))
+        for choice in choices
+        if choice.format and (cast := FORMATS[choice.format].input_cast)
+    )
+    if rules:
+        convert(model, Plan(layers=rules), emulate=True)
+    found: nn.Module = HuggingFace(model) if stored.is_transformers else model
+    return found
+
+
+def _with_losses(record: Export, stored: StoredModel, after: nn.Module, evaluate: Evaluate) -> Export:
+    losses = []
+    for model in (dequantized(stored, {}), after):
+        with evaluating(model):
+            losses.append(float(evaluate(model)))
+    return replace(record, loss_before=losses[0], loss_after=losses[1])
 
 
 def check_target(path: Path, format: str) -> None:
@@ -238,63 +243,66 @@ def _own_plan(model: nn.Module) -> Plan:
     )
 
 
-def _nothing(layout: Layout, format: str, choices: Sequence[Choice]) -> str:
+def _nothing(stored: StoredModel, format: str, choices: Sequence[LayerFormat]) -> str:
     kept = [choice for choice in choices if choice.reason and choice.reason != "the output layer"]
     why = f": {kept[0].site.name}: {kept[0].reason}" if kept else ""
     if format == AUTO and not kept:
         why = ", since the plan or the learned bitwidths need 16 bits for all of them"
-    gguf = ", or GGUF (--format gguf-q8_0)" if layout.config.get("model_type") in ("llama", "gpt2") else ""
-    return f"No layer of {type(layout.model).__name__} can be written in {format}{why}; use --format bf16{gguf}."
+    gguf = ", or GGUF (--format gguf-q8_0)" if stored.config.get("model_type") in ARCHITECTURES else ""
+    return f"No layer of {type(stored.model).__name__} can be written in {format}{why}; use --format bf16{gguf}."
 
 
 @dataclass(frozen=True)
-class _Job:
-    """A model with the formats of its layers."""
+class _Folder:
+    """The weights of a model in the formats of its layers, and their description in config.json."""
 
-    layout: Layout
-    choices: Sequence[Choice]
-    dense: str
+    stored: StoredModel
+    choices: Sequence[LayerFormat]
     format: str
+
+    @property
+    def dense(self) -> str:
+        """Return the name of the 16-bit format of all other tensors."""
+        return "fp16" if self.format == "fp16" else "bf16"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the 16-bit dtype of all other tensors."""
+        return DENSE[self.dense]
 
     @property
     def deepseek(self) -> bool:
         """Return whether the folder has the format of DeepSeek's checkpoints, and not that of compressed-tensors."""
-        return self.format == "fp8-block"
+        return {choice.format for choice in self.choices if choice.format} == {"fp8-block"}
 
     def encoded(self) -> Iterator[EncodedLayer]:
         """Yield the layers in few bits."""
-        return encode(self.layout, self.choices, "weight_scale_inv" if self.deepseek else "weight_scale")
+        return encode(self.stored, self.choices, "weight_scale_inv" if self.deepseek else "weight_scale")
 
-    def write(self, writer: "_Writer") -> Iterator[ExportedLayer]:
+    def write(self, writer: WeightsWriter) -> Iterator[ExportedLayer]:
         """Write all tensors, and yield a record of each linear layer."""
-        tensors = self.layout.tensors()
+        tensors = self.stored.tensors()
         kept = {choice.parameter: choice for choice in self.choices if not choice.format}
         cast = {choice.parameter for choice in self.choices if choice.format}
-        for name, tensor in tensors.items():
-            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-                raise UserError(f"The tensor {name!r} has NaN or Inf: export an earlier checkpoint.")
-        for name, tensor in self.layout.stored({n: t for n, t in tensors.items() if n not in cast}).items():
+        for name, tensor in self.stored.in_files({n: t for n, t in tensors.items() if n not in cast}).items():
             writer.add(name, self.rounded(name, tensor))
         for layer in self.encoded():
             for name, tensor in layer.tensors.items():
                 writer.add(name, tensor)
-            yield ExportedLayer(
-                layer.choice.site.name, tuple(layer.numbers.shape), layer.choice.format, layer.bits, layer.error
-            )
+            name, shape = layer.choice.site.name, tuple(layer.numbers.shape)
+            yield ExportedLayer(name, shape, layer.choice.format, layer.bits, layer.error)
         for name, choice in kept.items():
             if name in tensors:
                 weight = tensors[name].float()
-                size = weight.norm().item()
-                change = (weight.to(DENSE[self.dense]).float() - weight).norm().item()
-                shape, error = tuple(weight.shape), change / size if size else 0.0
+                error = relative_error(weight.to(self.dtype).float(), weight)
                 reason = choice.reason if self.format not in DENSE else ""
-                yield ExportedLayer(choice.site.name, shape, self.dense, 16.0, error, reason)
+                yield ExportedLayer(choice.site.name, tuple(weight.shape), self.dense, 16.0, error, reason)
 
     def rounded(self, name: str, tensor: Tensor) -> Tensor:
         """Return a tensor in the 16-bit dtype; raise if it overflows."""
         if not tensor.is_floating_point():
             return tensor
-        found = tensor.to(DENSE[self.dense])
+        found = tensor.to(self.dtype)
         if not bool(found.isfinite().all()):
             raise UserError(f"The tensor {name!r} has numbers beyond the range of {self.dense}: use --format bf16.")
         return found
@@ -303,11 +311,11 @@ class _Job:
         """Return `quantization_config`, or None if nothing is in few bits."""
         if not any(choice.format for choice in self.choices):
             return None
-        kept = _kept_modules(self.layout, self.choices)
+        kept = _kept_modules(self.stored, self.choices)
         if self.deepseek:
             scheme: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
             return scheme | {"modules_to_not_convert": kept}
-        groups: dict[str, list[Choice]] = {}
+        groups: dict[str, list[LayerFormat]] = {}
         for choice in self.choices:
             if choice.format:
                 groups.setdefault(choice.format, []).append(choice)
@@ -323,11 +331,13 @@ class _Job:
             for number, (format, members) in enumerate(groups.items())
         }
         storage = {entry["format"] for entry in entries.values()}
-        if any(choice.is_expert and not choice.format for choice in self.choices):
-            # transformers reads experts by the group whose targets mention them, and unscaled weights only by an FP8 group.
+        if kept_experts := [choice for choice in self.choices if choice.is_expert and not choice.format]:
+            # transformers reads experts by the group whose targets mention them, and unscaled weights only by an FP8 group. The
+            # targets of this one are modules that are ignored.
+            homes = dict.fromkeys(choice.site.name.rpartition(".experts")[0] for choice in kept_experts)
             fp8 = FORMATS["fp8-dynamic"]
             entries["no_experts"] = {
-                "targets": [NO_EXPERTS],
+                "targets": [f"re:{re.escape(home)}\\.experts$" for home in homes],
                 "weights": dict(fp8.weights),
                 "input_activations": dict(fp8.inputs or {}),
                 "output_activations": None,
@@ -343,58 +353,8 @@ class _Job:
             "global_compression_ratio": None,
         }
 
-    def measured(self, record: Export, evaluate: Evaluate | None, checked: Path | None, stage: Stage) -> Export:
-        """Return the record with the losses before and after the cast, and with the result of the check."""
-        if evaluate is None and checked is None:
-            return record
-        numbers = {layer.choice.parameter: layer.numbers for layer in self.encoded()}
-        if evaluate is not None:
-            after = dequantized(self.layout, self.choices, numbers, DENSE[self.dense])
-            record = replace(record, loss_before=_loss(plain_model(self.layout), evaluate), loss_after=_loss(after, evaluate))
-        if checked is not None:
-            formats = {choice.parameter: FORMATS[choice.format] for choice in self.choices if choice.format}
-            numbers = {name: number.to(formats[name].loaded).float() for name, number in numbers.items()}
-            ours = dequantized(self.layout, (), numbers, DENSE[self.dense])
-            longest = getattr(self.layout.model.config, "max_position_embeddings", None)
-            quantized = bool(numbers) and not self.deepseek
-            with stage(CHECKING):
-                result = compare(checked, ours, quantized=quantized, vocab_size=self.layout.vocab_size, longest=longest)
-            record = replace(record, check=result)
-        return record
 
-
-def _loss(model: nn.Module, evaluate: Evaluate) -> float:
-    with evaluating(model):
-        return float(evaluate(model))
-
-
-def _export_gguf(layout: Layout, path: Path, options: ExportOptions, stage: Stage) -> Export:
-    """Write a GGUF file; read it back to measure its loss, and to compare logits with transformers' own reader of GGUF."""
-    evaluate = options.evaluate
-    with stage("Writing weights"):
-        partial, layers = write_new_file(layout, path, options.format, options.tokenizer)
-    try:
-        count = sum(tensor.numel() for tensor in layout.tensors().values())
-        notes = () if options.tokenizer is not None else ("No tokenizer was given, so the file has no vocabulary.",)
-        size = partial.stat().st_size
-        record = Export(path, options.format, tuple(layers), count, size, notes=notes, provenance=options.provenance)
-        after = dequantized(layout, (), read_gguf(layout, partial), torch.float32)
-        if evaluate is not None:
-            record = replace(record, loss_before=_loss(plain_model(layout), evaluate), loss_after=_loss(after, evaluate))
-        if options.check:
-            longest = getattr(layout.model.config, "max_position_embeddings", None)
-            with stage(CHECKING):
-                found = compare(partial, after, quantized=False, vocab_size=layout.vocab_size, longest=longest)
-            record = replace(record, check=found)
-        sync(partial)
-        os.rename(partial, path)
-        sync(path.absolute().parent)
-    finally:
-        partial.unlink(missing_ok=True)
-    return record
-
-
-def _kept_modules(layout: Layout, choices: Sequence[Choice]) -> list[str]:
+def _kept_modules(stored: StoredModel, choices: Sequence[LayerFormat]) -> list[str]:
     """Return the names of modules in 16 bits: as files name them, and as transformers does."""
     names: dict[str, None] = {}
     for choice in choices:
@@ -408,63 +368,29 @@ def _kept_modules(layout: Layout, choices: Sequence[Choice]) -> list[str]:
                 names |= dict.fromkeys((f"{name}.experts", f"re:{re.escape(name)}\\.experts\\..*"))
         else:
             names |= dict.fromkeys((*choice.modules, choice.site.name))
-    for name, module in layout.model.named_modules():  # routers are linear layers in vLLM but not in transformers
+    for name, module in stored.model.named_modules():  # routers are linear layers in vLLM but not in transformers
         if hasattr(module, "experts") and isinstance(module.experts, nn.Module):
             for child, router in module.named_children():
                 weight = getattr(router, "weight", None)
                 if child != "experts" and isinstance(weight, Tensor) and weight.dim() == 2:
-                    stored = layout.stored({f"{name}.{child}.weight": torch.empty(weight.shape, device="meta")})
-                    names |= dict.fromkeys((*(key.removesuffix(".weight") for key in stored), f"{name}.{child}"))
+                    files = stored.in_files({f"{name}.{child}.weight": torch.empty(weight.shape, device="meta")})
+                    names |= dict.fromkeys((*(key.removesuffix(".weight") for key in files), f"{name}.{child}"))
     return list(names)
 
 
-def _targets(members: Sequence[Choice]) -> list[str]:
+def _targets(members: Sequence[LayerFormat]) -> list[str]:
     names: dict[str, None] = {}
     for choice in members:
-        if choice.is_expert:
-            homes = {module.rpartition(".experts.")[0] for module in choice.modules}
-            names |= dict.fromkeys(f"re:{re.escape(home)}\\.experts\\..*" for home in sorted(homes))
+        if choice.is_expert:  # by the names that files and vLLM have for them, and by those of modules in transformers
+            homes = dict.fromkeys(name.rpartition(".experts.")[0] for name in (*choice.modules, choice.site.name))
+            either = "|".join(map(re.escape, homes))
+            names[f"re:{either if len(homes) == 1 else f'(?:{either})'}\\.experts\\..*"] = None
         else:
             names |= dict.fromkeys(choice.modules)
     return list(names)
 
 
 # Files ----------------------------------------------------------------------------------------------------------------
-
-
-class _Writer:
-    """Write tensors into one file, or several with an index."""
-
-    def __init__(self, place: Path, most: int) -> None:
-        self.place, self.most = place, most
-        self.shard: dict[str, Tensor] = {}
-        self.names: list[list[str]] = []
-        self.filled = self.total = 0
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor to the current file, or to the next one if that is full."""
-        if self.shard and self.filled + tensor.nbytes > self.most:
-            self._flush()
-        self.shard[name] = tensor.detach().cpu().contiguous()
-        self.filled += tensor.nbytes
-        self.total += tensor.nbytes
-
-    def _flush(self) -> None:
-        self.names.append(list(self.shard))
-        save_file(self.shard, self.place / f"part-{len(self.names)}", metadata={"format": "pt"})
-        self.shard, self.filled = {}, 0
-
-    def finish(self) -> int:
-        """Write the last file and the index, and return the number of bytes of all files."""
-        self._flush()
-        count = len(self.names)
-        files = [WEIGHTS] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-        for number, file in enumerate(files, 1):
-            os.rename(self.place / f"part-{number}", self.place / file)
-        if count > 1:
-            where = {name: file for file, names in zip(files, self.names, strict=True) for name in names}
-            write_json(self.place / INDEX, {"metadata": {"total_size": self.total}, "weight_map": where})
-        return sum((self.place / file).stat().st_size for file in files)
 
 
 def shard_bytes(size: int | str) -> int:
@@ -480,21 +406,17 @@ def shard_bytes(size: int | str) -> int:
     return int(count)
 
 
-def _settings(layout: Layout, dtype: torch.dtype, quantization: dict[str, Any] | None) -> dict[str, Any]:
-    settings = layout.config
-    if not layout.is_transformers:  # its defaults for a Llama are those of another vocabulary
+def _settings(stored: StoredModel, dtype: torch.dtype, quantization: dict[str, Any] | None) -> dict[str, Any]:
+    settings = stored.config
+    if not stored.is_transformers:  # its defaults for a Llama are those of another vocabulary
         settings |= {"bos_token_id": None, "eos_token_id": None}
     settings.pop("torch_dtype", None)
     settings["dtype"] = str(dtype).removeprefix("torch.")
     return settings | ({} if quantization is None else {"quantization_config": quantization})
 
 
-def _ends(end: int | None) -> dict[str, Any]:
-    return {} if end is None else {"eos_token_id": end}
-
-
-def _generation(layout: Layout, settings: Mapping[str, Any]) -> dict[str, Any]:
-    own = getattr(layout.model, "generation_config", None) if layout.is_transformers else None
+def _generation(stored: StoredModel, settings: Mapping[str, Any]) -> dict[str, Any]:
+    own = getattr(stored.model, "generation_config", None) if stored.is_transformers else None
     found: dict[str, Any] = json.loads(own.to_json_string(use_diff=True)) if own is not None else {}
     ends = {key: settings[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if settings.get(key) is not None}
     return {"_from_model_config": True} | found | ends

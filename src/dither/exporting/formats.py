@@ -83,7 +83,7 @@ def _args(bits: int, kind: str, strategy: str, group: int | None, dynamic: bool 
     return MappingProxyType({**symmetric, "group_size": group, "strategy": strategy, "dynamic": dynamic, **others})
 
 
-_EXPERT_FP8 = "transformers reads 8-bit experts with one scale per row only"
+EXPERT_FP8 = "transformers reads 8-bit experts with one scale per row only"
 _UINT8 = "torch.uint8"
 
 FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
@@ -118,7 +118,7 @@ FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
                 _args(8, "float", "group", 32, True, scale_dtype=_UINT8),
                 Cast.parse("mxfp8"),
                 (1, 32),
-                experts=_EXPERT_FP8,
+                experts=EXPERT_FP8,
             ),
             WeightFormat(
                 "int8",

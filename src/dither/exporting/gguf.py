@@ -4,8 +4,8 @@ Names, metadata, the order of rows in queries and keys, and the types of single 
 """
 
 import json
-import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from dither.errors import UserError
 from dither.exporting.formats import GGUF_NAMES
-from dither.exporting.layers import Layout
-from dither.exporting.record import ExportedLayer, require
-from dither.exporting.tokenizer_files import AnyTokenizer, end_of, json_of
+from dither.exporting.layers import StoredModel
+from dither.exporting.record import ExportedLayer, relative_error, require
+from dither.exporting.tokenizer_files import TokenizerFiles
 from dither.nn.sites import find_sites, output_layers, weight_of
 from dither.ops import quantize
 
@@ -42,6 +42,37 @@ NORMAL, CONTROL, UNUSED = 1, 3, 5
 Array = NDArray[Any]
 
 
+@dataclass(frozen=True)
+class _Architecture:
+    """How llama.cpp reads a kind of model."""
+
+    name: str
+    """Its name in GGUF."""
+    fixed: Mapping[str, Any]
+    """Fields of the config that llama.cpp takes for granted."""
+    pairs: bool = False
+    """True if llama.cpp rotates neighbouring rows of queries and keys; ours are half a head apart."""
+
+
+_SILU = {"hidden_act": "silu"}
+ARCHITECTURES: Mapping[str, _Architecture] = {
+    "llama": _Architecture("llama", {"attention_bias": False, "mlp_bias": False, **_SILU}, pairs=True),
+    "mistral": _Architecture("llama", _SILU, pairs=True),
+    "qwen2": _Architecture("qwen2", {"use_sliding_window": False, **_SILU}),
+    "qwen3": _Architecture("qwen3", {"attention_bias": False, "use_sliding_window": False, **_SILU}),
+    "gpt2": _Architecture(
+        "gpt2",
+        {
+            "activation_function": "gelu_new",
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+        },
+    ),
+}
+"""Models that are written, by their model_type."""
+
+
 class _Stored(NamedTuple):
     """A tensor as GGUF stores it."""
 
@@ -50,195 +81,167 @@ class _Stored(NamedTuple):
     type: str
 
 
-def write_gguf(layout: Layout, path: Path, format: str, tokenizer: AnyTokenizer | None, title: str) -> list[ExportedLayer]:
-    """Write a Llama or GPT-2 to a new file, and return a record of its linear layers.
+class GgufModel:
+    """A model under the names, in the layouts and in the types of llama.cpp.
 
     Args:
-        layout: The model.
-        path: The file.
-        format: gguf-f16, gguf-q8_0 or gguf-mxfp4.
-        tokenizer: Its tokenizer, a byte-level BPE; without one, the file has no vocabulary.
-        title: The name of the model in the file.
+        stored: The model, one of `ARCHITECTURES`.
     """
-    gguf = _package()
-    kind = _architecture(layout)
-    writer = gguf.GGUFWriter(path, kind)
-    _add_sizes(gguf, writer, layout, kind, format, title)
-    if tokenizer is None:
-        writer.add_tokenizer_model("none")
-    else:
-        _add_tokenizer(writer, tokenizer, layout.vocab_size)
-    weights = {weight_of(site)[0]: site for site in find_sites(layout.model)}
-    output = set(output_layers(layout.model, list(weights.values())))
-    layers = []
-    for name, tensor in layout.tensors().items():
-        if not bool(tensor.isfinite().all()):
-            raise UserError(f"The tensor {name!r} has NaN or Inf: export an earlier checkpoint.")
-        site = weights.get(name)
-        inner = site is not None and site.name not in output
-        tensor = _to_llama_cpp(layout, name, tensor.float().cpu())
-        stored, reason = _stored(gguf, _name(gguf, layout, kind, name), tensor, GGUF[format], inner)
-        writer.add_tensor(stored.name, stored.data, raw_dtype=getattr(gguf.GGMLQuantizationType, stored.type))
-        if site is not None:
-            numbers = torch.from_numpy(_numbers(gguf, stored.data, stored.type).reshape(tensor.shape))
-            size = tensor.norm().item()
-            error = (numbers - tensor).norm().item() / size if size else 0.0
-            bits = 8 * stored.data.nbytes / tensor.numel()
-            layers.append(ExportedLayer(site.name, tuple(tensor.shape), f"gguf-{stored.type.lower()}", bits, error, reason))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return layers
+
+    def __init__(self, stored: StoredModel) -> None:
+        require("gguf", "GGUF")
+        import gguf
+
+        self.gguf: Any = gguf
+        self.stored, self.config = stored, stored.config
+        self.architecture = _architecture(self.config)
+        layers = self.config.get("num_hidden_layers") or self.config["n_layer"]
+        self.names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, self.architecture.name.upper()), layers)
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """Return the config of the model as one of the architecture in the file: a Mistral without windows is a Llama."""
+        return self.config | {"model_type": self.architecture.name}
+
+    def write(self, path: Path, format: str, tokenizer: TokenizerFiles | None, title: str) -> list[ExportedLayer]:
+        """Write the model to a new file, and return a record of its linear layers.
+
+        Args:
+            path: The file.
+            format: gguf-f16, gguf-q8_0 or gguf-mxfp4.
+            tokenizer: Its tokenizer, a byte-level BPE; without one, the file has no vocabulary.
+            title: The name of the model in the file.
+        """
+        writer = self.gguf.GGUFWriter(path, self.architecture.name)
+        writer.add_name(title)
+        writer.add_quantization_version(self.gguf.GGML_QUANT_VERSION)
+        types = self.gguf.LlamaFileType
+        writer.add_file_type(
+            {"F16": types.MOSTLY_F16, "Q8_0": types.MOSTLY_Q8_0, "MXFP4": types.MOSTLY_MXFP4_MOE}[GGUF[format]]
+        )
+        self._add_sizes(writer)
+        if tokenizer is None:
+            writer.add_tokenizer_model("none")
+        else:
+            _add_tokenizer(writer, tokenizer, self.stored.vocab_size)
+        sites = {weight_of(site)[0]: site for site in find_sites(self.stored.model)}
+        output = set(output_layers(self.stored.model, list(sites.values())))
+        layers = []
+        for name, parameter in self.stored.tensors().items():
+            site, tensor = sites.get(name), self._moved(name, parameter.float().cpu())
+            entry, reason = self._entry(name, tensor, GGUF[format], site is not None and site.name not in output)
+            writer.add_tensor(entry.name, entry.data, raw_dtype=getattr(self.gguf.GGMLQuantizationType, entry.type))
+            if site is not None:
+                bits, error = 8 * entry.data.nbytes / tensor.numel(), relative_error(self._numbers(entry, tensor.shape), tensor)
+                kind = f"gguf-{entry.type.lower()}"
+                layers.append(ExportedLayer(site.name, tuple(tensor.shape), kind, bits, error, reason))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return layers
+
+    def read(self, path: Path) -> dict[str, Tensor]:
+        """Return the numbers in a file, float32, by the names and in the shapes of the model's parameters."""
+        found = {tensor.name: tensor for tensor in self.gguf.GGUFReader(path).tensors}
+        numbers = {}
+        for name, parameter in self.stored.tensors().items():
+            entry = found[self._name(name)]
+            stored = _Stored(entry.name, entry.data, entry.tensor_type.name)
+            numbers[name] = self._moved(name, self._numbers(stored, self._moved(name, parameter).shape), back=True)
+        return numbers
+
+    def _add_sizes(self, writer: Any) -> None:
+        config = self.config
+        writer.add_vocab_size(self.stored.vocab_size)
+        if self.architecture.name == "gpt2":
+            writer.add_block_count(config["n_layer"])
+            writer.add_context_length(config["n_positions"])
+            writer.add_embedding_length(config["n_embd"])
+            writer.add_feed_forward_length(config.get("n_inner") or 4 * config["n_embd"])
+            writer.add_head_count(config["n_head"])
+            writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+            return
+        width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        rope = config.get("rope_parameters") or {}
+        writer.add_block_count(config["num_hidden_layers"])
+        writer.add_context_length(config["max_position_embeddings"])
+        writer.add_embedding_length(config["hidden_size"])
+        writer.add_feed_forward_length(config["intermediate_size"])
+        writer.add_head_count(config["num_attention_heads"])
+        writer.add_head_count_kv(config.get("num_key_value_heads") or config["num_attention_heads"])
+        writer.add_key_length(width)
+        writer.add_value_length(width)
+        writer.add_rope_dimension_count(width)
+        writer.add_rope_freq_base(float(rope.get("rope_theta", config.get("rope_theta", 10000.0))))
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+
+    def _name(self, name: str) -> str:
+        """Return the name of a parameter in GGUF."""
+        found = self.names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if found is None:
+            raise UserError(f"GGUF has no name for the tensor {name!r} of a {self.architecture.name} model.")
+        return str(found)
+
+    def _moved(self, name: str, tensor: Tensor, *, back: bool = False) -> Tensor:
+        """Return a parameter in llama.cpp's layout, or a tensor of llama.cpp in that of its parameter.
+
+        Matrices are [out, in]. Rows of queries and keys that are rotated with each other are neighbours, if `pairs` says so.
+        """
+        if name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
+            return tensor.T.contiguous()
+        if self.architecture.pairs and name.endswith((".q_proj.weight", ".k_proj.weight")):
+            queries = self.config["num_attention_heads"]
+            heads = queries if ".q_proj." in name else self.config.get("num_key_value_heads") or queries
+            halves = (-1, 2) if back else (2, -1)
+            return tensor.view(heads, *halves, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+        return tensor
+
+    def _entry(self, name: str, tensor: Tensor, wanted: str, inner: bool) -> tuple[_Stored, str]:
+        """Return a tensor as stored, and why it is not in the wanted type, or "".
+
+        Vectors and positions are float32. Embeddings and the output layer of an MXFP4 file are Q8_0, as llama.cpp writes them.
+        """
+        name, data = self._name(name), tensor.numpy()
+        if tensor.dim() == 1 or name.startswith("position_embd"):
+            return _Stored(name, data, "F32"), ""
+        kind, reason = wanted, ""
+        if kind == "MXFP4" and not inner:
+            kind, reason = "Q8_0", "llama.cpp keeps embeddings and the output layer in Q8_0"
+        if kind != "F16" and tensor.shape[1] % BLOCK:
+            kind, reason = "F16", f"{tensor.shape[1]} inputs are not a multiple of {BLOCK}"
+        if kind == "MXFP4":
+            return _Stored(name, _mxfp4(tensor), kind), reason
+        if kind == "Q8_0":
+            return _Stored(name, self.gguf.quants.quantize(data, self.gguf.GGMLQuantizationType.Q8_0), kind), reason
+        with np.errstate(over="ignore"):
+            half = data.astype(np.float16)
+        if not np.isfinite(half).all():
+            raise UserError(f"The tensor {name!r} has numbers beyond the range of F16: use --format gguf-q8_0 or bf16.")
+        return _Stored(name, half, kind), reason
+
+    def _numbers(self, entry: _Stored, shape: torch.Size) -> Tensor:
+        """Return the numbers of a stored tensor, float32."""
+        kind = getattr(self.gguf.GGMLQuantizationType, entry.type)
+        found: Array = self.gguf.quants.dequantize(np.asarray(entry.data), kind)
+        return torch.from_numpy(found.astype(np.float32).reshape(shape).copy())
 
 
-def read_gguf(layout: Layout, path: Path) -> dict[str, Tensor]:
-    """Return the numbers in a file, float32, by the names and in the shapes of a model's parameters."""
-    gguf = _package()
-    kind = _architecture(layout)
-    found = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    numbers = {}
-    for name, parameter in layout.tensors().items():
-        stored = found[_name(gguf, layout, kind, name)]
-        shape = _to_llama_cpp(layout, name, parameter).shape
-        values = torch.from_numpy(_numbers(gguf, stored.data, stored.tensor_type.name).reshape(shape).copy())
-        numbers[name] = _from_llama_cpp(layout, name, values)
-    return numbers
-
-
-def _package() -> Any:
-    require("gguf", "GGUF")
-    import gguf
-
-    return gguf
-
-
-# Architectures --------------------------------------------------------------------------------------------------------
-
-
-def _architecture(layout: Layout) -> str:
-    """Return the name of a model's architecture in GGUF; raise if its file would be read wrongly."""
-    config = layout.config
-    kind = config.get("model_type")
-    advice = "export it with --format bf16, and convert that folder with llama.cpp"
-    if kind not in ("llama", "gpt2"):
-        raise UserError(f"GGUF is written for Llama and GPT-2 models, not for {kind!r}: {advice}.")
+def _architecture(config: Mapping[str, Any]) -> _Architecture:
+    """Return the architecture of a model; raise if its file would be read wrongly."""
+    kind, advice = str(config.get("model_type")), "export it with --format bf16, and convert that folder with llama.cpp"
+    if kind not in ARCHITECTURES:
+        raise UserError(f"GGUF is written for {', '.join(ARCHITECTURES)} models, not for {kind!r}: {advice}.")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raise UserError(f"GGUF is written without scaled rotary embeddings, and this model has {rope!r:.100}: {advice}.")
-    expected = {
-        "llama": {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"},
-        "gpt2": {
-            "activation_function": "gelu_new",
-            "scale_attn_weights": True,
-            "scale_attn_by_inverse_layer_idx": False,
-            "add_cross_attention": False,
-        },
-    }
-    for key, value in expected[kind].items():
+    for key, value in ARCHITECTURES[kind].fixed.items():
         if config.get(key, value) != value:
             raise UserError(f"GGUF is written for {kind} models with {key}={value}, not {config[key]!r}: {advice}.")
-    return str(kind)
-
-
-def _add_sizes(gguf: Any, writer: Any, layout: Layout, kind: str, format: str, title: str) -> None:
-    config = layout.config
-    writer.add_name(title)
-    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    types = gguf.LlamaFileType
-    file_type = {"F16": types.MOSTLY_F16, "Q8_0": types.MOSTLY_Q8_0, "MXFP4": types.MOSTLY_MXFP4_MOE}[GGUF[format]]
-    writer.add_file_type(file_type)
-    writer.add_vocab_size(layout.vocab_size)
-    if kind == "gpt2":
-        writer.add_block_count(config["n_layer"])
-        writer.add_context_length(config["n_positions"])
-        writer.add_embedding_length(config["n_embd"])
-        writer.add_feed_forward_length(config.get("n_inner") or 4 * config["n_embd"])
-        writer.add_head_count(config["n_head"])
-        writer.add_layer_norm_eps(config["layer_norm_epsilon"])
-        return
-    heads = config["num_attention_heads"]
-    width = config.get("head_dim") or config["hidden_size"] // heads
-    rope = config.get("rope_parameters") or {}
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(_key_value_heads(config))
-    writer.add_key_length(width)
-    writer.add_value_length(width)
-    writer.add_rope_dimension_count(width)
-    writer.add_rope_freq_base(float(rope.get("rope_theta", config.get("rope_theta", 10000.0))))
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-
-
-def _key_value_heads(config: Mapping[str, Any]) -> int:
-    return int(config.get("num_key_value_heads") or config["num_attention_heads"])
-
-
-def _name(gguf: Any, layout: Layout, kind: str, name: str) -> str:
-    """Return the name of a parameter in GGUF."""
-    config = layout.config
-    names = gguf.get_tensor_name_map(
-        getattr(gguf.MODEL_ARCH, kind.upper()), config.get("num_hidden_layers") or config["n_layer"]
-    )
-    found = names.get_name(name, try_suffixes=(".weight", ".bias"))
-    if found is None:
-        raise UserError(f"GGUF has no name for the tensor {name!r} of a {kind} model.")
-    return str(found)
-
-
-def _to_llama_cpp(layout: Layout, name: str, tensor: Tensor) -> Tensor:
-    """Return a parameter in llama.cpp's layout: matrices [out, in]; each head's rotated pairs adjacent in queries and keys."""
-    if name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
-        return tensor.T.contiguous()
-    if name.endswith((".q_proj.weight", ".k_proj.weight")):
-        heads = _heads(layout, name)
-        return tensor.view(heads, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
-    return tensor
-
-
-def _from_llama_cpp(layout: Layout, name: str, tensor: Tensor) -> Tensor:
-    """Return a tensor in the layout of its parameter, the inverse of `_to_llama_cpp`."""
-    if name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
-        return tensor.T.contiguous()
-    if name.endswith((".q_proj.weight", ".k_proj.weight")):
-        heads = _heads(layout, name)
-        return tensor.view(heads, -1, 2, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
-    return tensor
-
-
-def _heads(layout: Layout, name: str) -> int:
-    config = layout.config
-    return int(config["num_attention_heads"]) if ".q_proj." in name else _key_value_heads(config)
-
-
-# Tensors --------------------------------------------------------------------------------------------------------------
-
-
-def _stored(gguf: Any, name: str, tensor: Tensor, wanted: str, inner: bool) -> tuple[_Stored, str]:
-    """Return a tensor as stored, and why it is not in the wanted type, or "".
-
-    Vectors and positions are float32. Embeddings and the output layer of an MXFP4 file are Q8_0, as llama.cpp writes them.
-    """
-    data = tensor.cpu().numpy()
-    if tensor.dim() == 1 or name.startswith("position_embd"):
-        return _Stored(name, data, "F32"), ""
-    kind, reason = wanted, ""
-    if kind == "MXFP4" and not inner:
-        kind, reason = "Q8_0", "llama.cpp keeps embeddings and the output layer in Q8_0"
-    if kind != "F16" and tensor.shape[1] % BLOCK:
-        kind, reason = "F16", f"{tensor.shape[1]} inputs are not a multiple of {BLOCK}"
-    if kind == "MXFP4":
-        return _Stored(name, _mxfp4(tensor), kind), reason
-    if kind == "Q8_0":
-        return _Stored(name, gguf.quants.quantize(data, gguf.GGMLQuantizationType.Q8_0), kind), reason
-    with np.errstate(over="ignore"):
-        half = data.astype(np.float16)
-    if not np.isfinite(half).all():
-        raise UserError(f"The tensor {name!r} has numbers beyond the range of F16: use --format gguf-q8_0 or bf16.")
-    return _Stored(name, half, kind), reason
+    window = config.get("sliding_window")
+    if kind == "mistral" and window is not None and window < config["max_position_embeddings"]:
+        raise UserError(f"GGUF is written without sliding windows, and this model has one of {window} tokens: {advice}.")
+    return ARCHITECTURES[kind]
 
 
 def _mxfp4(weight: Tensor) -> Array:
@@ -254,17 +257,14 @@ def _mxfp4(weight: Tensor) -> Array:
     return found
 
 
-def _numbers(gguf: Any, data: Array, kind: str) -> Array:
-    found: Array = gguf.quants.dequantize(np.asarray(data), getattr(gguf.GGMLQuantizationType, kind))
-    return found.astype(np.float32)
-
-
 # Tokenizer ------------------------------------------------------------------------------------------------------------
 
 
-def _add_tokenizer(writer: Any, tokenizer: AnyTokenizer, vocab_size: int) -> None:
+def _add_tokenizer(writer: Any, tokenizer: TokenizerFiles, vocab_size: int) -> None:
     """Add the vocabulary and merges of a byte-level BPE; rows of the embedding without a token become unused ones."""
-    data = json.loads(json_of(tokenizer))
+    if tokenizer.json is None:
+        raise UserError("GGUF needs the tokenizer.json of a tokenizer, and this one has none: give a fast one (--tokenizer).")
+    data = json.loads(tokenizer.json)
     model, split = data["model"], _split_name(data.get("pre_tokenizer"))
     if model.get("type") != "BPE" or split is None:
         raise UserError(
@@ -284,8 +284,8 @@ def _add_tokenizer(writer: Any, tokenizer: AnyTokenizer, vocab_size: int) -> Non
     # llama.cpp needs a merge; bytes 0xFF occur in no UTF-8 text.
     writer.add_token_merges(merges or ["ÿ ÿ"])
     writer.add_add_bos_token(False)
-    if (end := end_of(tokenizer)) is not None:
-        writer.add_eos_token_id(end)
+    if tokenizer.end is not None:
+        writer.add_eos_token_id(tokenizer.end)
 
 
 def _split_name(rule: Any) -> str | None:
@@ -297,18 +297,3 @@ def _split_name(rule: Any) -> str | None:
         return "gpt-2"  # without a pattern there are no merges across words, or none at all
     pattern = steps[0].get("pattern", {}).get("Regex") if len(steps) == 2 and steps[0].get("type") == "Split" else None
     return SPLITS.get(pattern) if isinstance(pattern, str) else None
-
-
-def write_new_file(layout: Layout, path: Path, format: str, tokenizer: AnyTokenizer | None) -> tuple[Path, list[ExportedLayer]]:
-    """Write beside `path` under another name, flush it to disk, and return it with the record; the caller renames it."""
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        layers = write_gguf(layout, partial, format, tokenizer, path.stem)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise UserError(f"{str(path)!r} cannot be written: {error}.") from None
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    return partial, layers

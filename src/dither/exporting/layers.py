@@ -6,7 +6,7 @@ experts of all mixtures in a model have one format.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -14,15 +14,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
-from dither.exporting.formats import FORMATS, WeightFormat
+from dither.exporting.formats import EXPERT_FP8, FORMATS, WeightFormat
+from dither.exporting.record import relative_error
 from dither.models import CausalLM
 from dither.models.hub import huggingface_config
 from dither.models.transformers_models import HuggingFace, stored_names
 from dither.nn.sites import Site, experts_beside, find_sites, output_layers, tuner_of, weight_of
 
 
-class Layout:
-    """A model, its config, and the names of its tensors in files.
+class StoredModel:
+    """A model to export, with its config and the names that its tensors have in files.
 
     Args:
         model: A model of `dither.models`, or a causal language model of transformers, converted or not.
@@ -74,7 +75,7 @@ class Layout:
             tensors[name] = tensor.detach()
         return tensors
 
-    def stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def in_files(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors under the names, and in the pieces, that files have."""
         if not self.is_transformers or not tensors:
             return dict(tensors)
@@ -87,7 +88,7 @@ class Layout:
         """Return (name, shape) of the matrices that a parameter is stored as; None if it is not stored by itself."""
         weight = torch.empty(shape, device="meta")
         try:
-            found = self.stored({name: weight})
+            found = self.in_files({name: weight})
         except Exception:  # transformers merges it with other tensors, which are missing here
             return None
         whole = sum(each.numel() for each in found.values()) == weight.numel()
@@ -108,7 +109,7 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayerFormat:
     """The format of a layer."""
 
     site: Site
@@ -134,22 +135,22 @@ class Choice:
         return bool(self.site.parameter) or ".experts." in self.site.name
 
 
-def choose(layout: Layout, wanted: Callable[[str], str], engine: Engine = "any") -> list[Choice]:
+def choose(stored: StoredModel, wanted: Callable[[str], str], engine: Engine = "any") -> list[LayerFormat]:
     """Return the format of every linear layer.
 
     Args:
-        layout: The model.
+        stored: The model.
         wanted: A function from the name of a layer to the format that it should have, "" for 16 bits.
         engine: "any" for files that transformers reads, "vllm" for those that vLLM reads.
     """
-    model = layout.model
+    model = stored.model
     sites = find_sites(model)
     output = set(output_layers(model, sites))
     choices = []
     for site in sites:
         parameter, weight, axis = weight_of(site)
-        pieces = tuple(layout.pieces(parameter, tuple(weight.shape)) or ())
-        format, reason = wanted(layout.prefix + site.name), ""
+        pieces = tuple(stored.pieces(parameter, tuple(weight.shape)) or ())
+        format, reason = wanted(stored.prefix + site.name), ""
         if not site.parameter and (tuner := tuner_of(model, site.name)):
             raise UserError(f"The layer {site.name!r} is an adapter of {tuner}: merge adapters into the model first.")
         if site.name in output:
@@ -166,8 +167,16 @@ def choose(layout: Layout, wanted: Callable[[str], str], engine: Engine = "any")
             reason = _obstacle(FORMATS[format], site, pieces, engine)
         if reason:
             format = ""
-        choices.append(Choice(site, parameter, pieces, format, reason, _group(site)))
-    return _together(choices, engine)
+        choices.append(LayerFormat(site, parameter, pieces, format, reason, _group(site)))
+    choices = _together(choices, engine)
+    if engine == "any" and len({choice.format for choice in choices if choice.format}) > 1:
+        # A folder in blocks of FP8 alone has DeepSeek's format, which transformers reads for experts too.
+        reason = f"{EXPERT_FP8} beside other formats; engine='vllm' writes them"
+        blocks = [choice.is_expert and choice.format == "fp8-block" for choice in choices]
+        choices = [
+            replace(each, format="", reason=reason) if kept else each for each, kept in zip(choices, blocks, strict=True)
+        ]
+    return choices
 
 
 def _obstacle(format: WeightFormat, site: Site, pieces: Sequence[tuple[str, tuple[int, ...]]], engine: Engine) -> str:
@@ -184,9 +193,9 @@ def _group(site: Site) -> str:
     return site.name if fused is None else f"{parent}.{'+'.join(fused)}"
 
 
-def _together(choices: list[Choice], engine: Engine) -> list[Choice]:
+def _together(choices: list[LayerFormat], engine: Engine) -> list[LayerFormat]:
     """Give the layers of each group one format: the widest of theirs, or 16 bits if one of them needs that."""
-    groups: dict[str, list[Choice]] = {}
+    groups: dict[str, list[LayerFormat]] = {}
     for choice in choices:
         groups.setdefault(choice.group, []).append(choice)
     order = list(FORMATS)
@@ -199,24 +208,18 @@ def _together(choices: list[Choice], engine: Engine) -> list[Choice]:
         format = max((choice.format for choice in members), key=order.index)
         obstacles = [_obstacle(FORMATS[format], choice.site, choice.pieces, engine) for choice in members]
         decided[name] = ("" if any(obstacles) else format), next(filter(None, obstacles), "")
-    return [
-        Choice(
-            choice.site,
-            choice.parameter,
-            choice.pieces,
-            decided[choice.group][0],
-            "" if decided[choice.group][0] else choice.reason or (decided[choice.group][1] if choice.format else ""),
-            choice.group,
-        )
-        for choice in choices
-    ]
+    found = []
+    for choice in choices:
+        format, why = decided[choice.group]
+        found.append(replace(choice, format=format, reason="" if format else choice.reason or (why if choice.format else "")))
+    return found
 
 
 @dataclass(frozen=True)
 class EncodedLayer:
     """A layer in few bits."""
 
-    choice: Choice
+    choice: LayerFormat
     tensors: Mapping[str, Tensor]
     """Codes and scales by their names in the file."""
     numbers: Tensor
@@ -227,11 +230,11 @@ class EncodedLayer:
     """Norm of the change divided by the norm of the weight."""
 
 
-def encode(layout: Layout, choices: Sequence[Choice], scale_name: str = "weight_scale") -> Iterator[EncodedLayer]:
+def encode(stored: StoredModel, choices: Sequence[LayerFormat], scale_name: str = "weight_scale") -> Iterator[EncodedLayer]:
     """Yield the layers that have a format in few bits, one at a time.
 
     Args:
-        layout: The model.
+        stored: The model.
         choices: The formats of its layers.
         scale_name: Name of the scales.
     """
@@ -242,10 +245,10 @@ def encode(layout: Layout, choices: Sequence[Choice], scale_name: str = "weight_
             largest[choice.group] = torch.maximum(largest[choice.group], amax) if choice.group in largest else amax
     for choice in choices:
         if choice.format:
-            yield _encoded(layout, choice, largest.get(choice.group), scale_name)
+            yield _encoded(stored, choice, largest.get(choice.group), scale_name)
 
 
-def _encoded(layout: Layout, choice: Choice, amax: Tensor | None, scale_name: str) -> EncodedLayer:
+def _encoded(stored: StoredModel, choice: LayerFormat, amax: Tensor | None, scale_name: str) -> EncodedLayer:
     format = FORMATS[choice.format]
     weight = weight_of(choice.site)[1].float()
     codes = [format.quantize(matrix, amax) for matrix in (weight if weight.dim() == 3 else weight[None])]
@@ -258,11 +261,10 @@ def _encoded(layout: Layout, choice: Choice, amax: Tensor | None, scale_name: st
         stacked = torch.stack([part[suffix].view(torch.uint8) if dtype.itemsize == 1 else part[suffix] for part in parts])
         if suffix == "weight_global_scale":  # one number per matrix: give every row its own, and keep one of each piece
             stacked = stacked[:, None, :].expand(-1, weight.shape[-2], -1)
-        stored = layout.stored({choice.parameter: stacked if weight.dim() == 3 else stacked[0]})
-        for name, tensor in stored.items():
+        pieces = stored.in_files({choice.parameter: stacked if weight.dim() == 3 else stacked[0]})
+        for name, tensor in pieces.items():
             tensor = tensor.reshape(-1, stacked.shape[-1])  # transformers drops dimensions of length 1
             tensor = tensor[:1, 0] if suffix == "weight_global_scale" else tensor
             tensors[f"{name.removesuffix('.weight')}.{suffix}"] = tensor.contiguous().view(dtype)
     bits = 8 * sum(tensor.nbytes for tensor in tensors.values()) / weight.numel()
-    size = weight.norm().item()
-    return EncodedLayer(choice, tensors, numbers, bits, (numbers - weight).norm().item() / size if size else 0.0)
+    return EncodedLayer(choice, tensors, numbers, bits, relative_error(numbers, weight))

@@ -1,4 +1,4 @@
-"""The record of an export."""
+"""The record of an export, its check with transformers, and its model card."""
 
 import importlib.metadata
 import importlib.util
@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from dither.data.text import first_line
 from dither.errors import UserError
 from dither.evaluate.held_out import evaluating
-from dither.models.folder_files import load_dequantized
+from dither.models.folder_files import CONFIG, read_json
+from dither.models.transformers_models import from_transformers, hf
 from dither.spec import Plan
 
 
@@ -36,14 +38,17 @@ class ExportedLayer:
     @property
     def weights(self) -> int:
         """Return the number of weights."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
+
+
+def relative_error(numbers: Tensor, weight: Tensor) -> float:
+    """Return the norm of the change of a weight divided by its norm."""
+    size = weight.norm().item()
+    return (numbers - weight).norm().item() / size if size else 0.0
 
 
 @dataclass(frozen=True)
-class Check:
+class LogitCheck:
     """A comparison of the logits of the exported folder, as transformers loads it, with those of our dequantized model."""
 
     difference: float
@@ -60,14 +65,14 @@ class Export:
 
     path: Path
     format: str
-    layers: tuple[ExportedLayer, ...]
-    parameters: int
-    bytes: int
+    layers: tuple[ExportedLayer, ...] = ()
+    parameters: int = 0
+    bytes: int = 0
     """Bytes of all files of weights."""
     loss_before: float | None = None
     """Loss before the cast."""
     loss_after: float | None = None
-    check: Check | None = None
+    check: LogitCheck | None = None
     notes: tuple[str, ...] = ()
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
@@ -93,7 +98,8 @@ class Export:
         return rows
 
     def __str__(self) -> str:
-        lines = [f"{self.path}: {self.parameters:,} parameters in {_megabytes(self.bytes)}"]
+        size = f"{self.bytes / 1e9:.2f} GB" if self.bytes >= 10**9 else f"{self.bytes / 1e6:.2f} MB"
+        lines = [f"{self.path}: {self.parameters:,} parameters in {size}"]
         lines += [
             f"  {format}: {count} {'layer' if count == 1 else 'layers'}, {weights:,} weights, {bits:.2f} bits each"
             for format, count, weights, bits in self.sizes()
@@ -113,10 +119,6 @@ class Export:
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
 
-def _megabytes(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 10**9 else f"{count / 1e6:.2f} MB"
-
-
 TOLERANCE = 1e-5
 """The largest difference of logits that passes, relative to the largest logit or 1."""
 
@@ -129,53 +131,66 @@ def require(package: str, why: str, extra: str = "export") -> None:
         raise UserError(f"{why} needs {package.replace('_', '-')}, which is not installed: pip install 'dither[{extra}]'.")
 
 
-def load(place: Path, *, quantized: bool, vocab_size: int | None = None) -> Any:
-    """Load a folder or a GGUF file with transformers: weights are dequantized, and products are those of float32 inputs."""
+def load(place: Path, config: Mapping[str, Any] | None = None) -> Any:
+    """Load a folder or a GGUF file with transformers: weights are dequantized, and products are those of float32 inputs.
+
+    Casts of inputs amplify the last bits of sums, which differ between implementations of a model; without them, differences
+    of logits are those of the weights.
+
+    Args:
+        place: A folder or a GGUF file.
+        config: The config of the model in a GGUF file, of which transformers reads only some fields.
+    """
     require("transformers", "--check")
     require("accelerate", "--check")
-    if quantized:
-        require("compressed_tensors", "--check of this format")
     if place.is_file():
         import transformers
 
-        config = transformers.AutoConfig.from_pretrained(place.parent, gguf_file=place.name, trust_remote_code=False)
-        if config.model_type == "gpt2":  # whose sizes transformers 5.23 does not take from the file
-            config.vocab_size, config.n_positions = vocab_size or config.vocab_size, config.n_ctx
+        fields = dict(config or {})
+        settings = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+        options = {"config": settings, "gguf_file": place.name, "dtype": torch.float32, "trust_remote_code": False}
         read = transformers.AutoModelForCausalLM.from_pretrained
-        return read(place.parent, gguf_file=place.name, config=config, dtype=torch.float32, trust_remote_code=False).eval()
-    return load_dequantized(place)
+        return from_transformers(place, lambda: read(place.parent, **options)).eval()
+    if (read_json(place / CONFIG).get("quantization_config") or {}).get("quant_method") == "compressed-tensors":
+        require("compressed_tensors", "--check of this format")
+    return hf(place, dtype=torch.float32).hf.eval()
 
 
-def sample_tokens(vocab_size: int, longest: int | None) -> Tensor:
-    """Return two sequences of tokens spread over the vocabulary."""
-    count = min(TOKENS, longest or TOKENS)
+def sample_tokens(model: Any, vocab_size: int) -> Tensor:
+    """Return two sequences of tokens spread over the vocabulary, no longer than a model takes."""
+    count = min(TOKENS, getattr(model.config, "max_position_embeddings", None) or TOKENS)
     return torch.randint(vocab_size, (2, count), generator=torch.Generator().manual_seed(0))
 
 
-def check(place: Path, ours: nn.Module, *, quantized: bool, vocab_size: int, longest: int | None) -> Check:
-    """Compare the logits of a folder with those of our model; raise if they differ by more than `TOLERANCE`."""
-    tokens = sample_tokens(vocab_size, longest)
-    with torch.no_grad():
-        model = load(place, quantized=quantized, vocab_size=vocab_size)
-        theirs: Tensor = model(input_ids=tokens, use_cache=False).logits.float()
+@torch.no_grad()
+def logit_difference(theirs: Any, ours: Any, tokens: Tensor) -> tuple[float, float]:
+    """Return the largest difference between the logits of a model of transformers and of ours, and the largest logit."""
+    try:
+        found: Tensor = theirs(input_ids=tokens, use_cache=False).logits.float()
+    except Exception as error:  # a library of kernels or of formats may raise anything
+        raise UserError(f"transformers cannot run the exported model: {first_line(error)}.") from None
     with evaluating(ours):
         expected = ours(tokens.to(next(ours.parameters()).device)).float().cpu()
-    difference, largest = (theirs - expected).abs().max().item(), expected.abs().max().item()
+    return (found - expected).abs().max().item(), expected.abs().max().item()
+
+
+def check_difference(difference: float, largest: float, what: str, other: str) -> None:
+    """Raise if logits differ by more than `TOLERANCE`."""
     if not math.isfinite(difference) or difference > TOLERANCE * max(1.0, largest):
         raise UserError(
-            f"The logits of the exported folder differ by {difference:.2g} from those of the dequantized model (largest "
-            f"{largest:.3g}): nothing was written; this is a defect, please report it."
+            f"The logits of the {what} differ by {difference:.2g} from those of {other} (largest {largest:.3g}): nothing was "
+            "written; this is a defect, please report it."
         )
-    versions = {name: importlib.metadata.version(name) for name in ("transformers", "compressed-tensors") if _installed(name)}
-    return Check(difference, largest, tokens.numel(), versions)
 
 
-def _installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+def check_logits(place: Path, ours: Any, vocab_size: int, config: Mapping[str, Any] | None = None) -> LogitCheck:
+    """Compare the logits of a folder or a GGUF file with those of our model; raise if they differ by more than `TOLERANCE`."""
+    tokens = sample_tokens(ours, vocab_size)
+    difference, largest = logit_difference(load(place, config), ours, tokens)
+    check_difference(difference, largest, "exported folder", "the dequantized model")
+    packages = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
+    versions: dict[str, str] = {name: packages[name] for name in ("transformers", "compressed-tensors") if name in packages}
+    return LogitCheck(difference, largest, tokens.numel(), versions)
 
 
 ENGINES = {
@@ -189,7 +204,8 @@ MOST_ROWS = 40
 
 def model_card(record: Export, config: Mapping[str, Any], plan: Plan | None) -> str:
     """Return the text of README.md."""
-    engines = ENGINES.get(record.format, "vLLM; transformers with compressed-tensors")
+    blocks = (config.get("quantization_config") or {}).get("quant_method") == "fp8"
+    engines = ENGINES.get("fp8-block" if blocks else record.format, "vLLM; transformers with compressed-tensors")
     lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- dither", f"- {record.format}"]
     lines += ["---", "", f"# {_plain(record.path.name)}", ""]
     lines += [

@@ -1,9 +1,10 @@
 """Models to export or to generate with: of a run, a checkpoint or a Hugging Face folder, with tokenizer, plan and text."""
 
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +16,20 @@ from dither.checkpoint import SavedTensors
 from dither.checkpoint.state import plan_of
 from dither.console import Stage, silent
 from dither.data import Corpus, Tokenizer, load_tokenizer
+from dither.data.corpus import open_corpus, open_text
 from dither.errors import UserError
-from dither.evaluate.deployment import Evaluate, plan_from_bitwidths
+from dither.evaluate.deployment import SLACK, Evaluate, deploy, parse_cast, plan_from_bitwidths
 from dither.evaluate.held_out import perplexity
-from dither.exporting.folder import SLACK
-from dither.exporting.tokenizer_files import AnyTokenizer
+from dither.evaluate.variants import parse_plan
+from dither.exporting.tokenizer_files import AnyTokenizer, TokenizerFiles
 from dither.models import CausalLM
 from dither.models.lora import merged_model
 from dither.models.open import find_model, open_model
-from dither.models.settings import Lora
+from dither.models.sizes import Lora
 from dither.nn.convert import convert
-from dither.spec import Plan
-from dither.train.config import Config, RunSettings
-from dither.train.evaluation import _other, config_of
-from dither.train.files import TOKENIZER_FILES
+from dither.spec import LayerPrecision, Plan
+from dither.train.config import TOKENIZER_FILES, Config, RunSettings, loads
 from dither.train.ranks import joined
-from dither.train.trainer import open_corpus
 
 
 @dataclass(frozen=True)
@@ -79,6 +78,46 @@ class Source:
 
         return evaluate
 
+    def text_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer; raise if there is none or if it does not fit."""
+        if self.tokenizer is None:
+            raise UserError(f"The model {str(self.path)!r} has no tokenizer.json: name one with --tokenizer.")
+        TokenizerFiles.of(self.tokenizer).check_fit(self.model.embedding.num_embeddings)
+        return self.tokenizer
+
+    def chat_tokenizer(self) -> Any:
+        """Return the tokenizer of transformers for a folder with a chat template, or else that of text."""
+        kept = self.tokenizer_files
+        folder = kept if isinstance(kept, Path) and kept.is_dir() else self.path
+        settings = folder / "tokenizer_config.json"
+        has_one = (folder / "chat_template.jinja").is_file() or (
+            settings.is_file() and "chat_template" in settings.read_text(encoding="utf-8")
+        )
+        if not has_one:
+            return self.text_tokenizer()
+        try:
+            import transformers
+        except ImportError:
+            raise UserError(
+                f"The chat template of {str(folder)!r} needs transformers, which is not installed: pip install 'dither[hf]'."
+            ) from None
+        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+    def cast(self, plan: str | None, cast: str | None) -> CausalLM:
+        """Return the model, with the casts of a plan in its products, or with its weights cast. It is changed.
+
+        Args:
+            plan: The name of a recipe, or the file of a plan.
+            cast: A cast of weights, such as e2m1:block(32) or mxfp4.
+        """
+        if plan is not None and cast is not None:
+            raise UserError("--plan casts the operands of products and --cast the weights alone: use only one of them.")
+        if cast is not None:
+            deploy(self.model, Plan(default=LayerPrecision(weight=parse_cast(cast)))).write(self.model)
+        if plan is not None:
+            convert(self.model, parse_plan(plan), emulate=True)
+        return self.model.eval()
+
 
 @contextmanager
 def opened(
@@ -110,26 +149,36 @@ def opened(
             model = open_model(found, few_bits=few_bits, device=ranks.device).model
             yield _folder_source(path, model, given, tokenizer, data if text else (), scratch)
             return
-        config, where = config_of(found), found.path
+        for why in found.skipped:
+            print(why, file=sys.stderr)
+        config, where = loads(found.others["config"], f"config of {found.path.name}"), found.path
         notes: list[str] = []
         own: Corpus | None = None
         try:
-            own = open_corpus(config, found.run or scratch, ranks)
+            own = open_corpus(config.data, found.run or scratch, once=ranks.once)
         except UserError as error:
             notes.append(f"The text of the run cannot be read: {error}")
         used = given or (own.tokenizer if own is not None else load_tokenizer(config.data.tokenizer))
-        corpus = (_other(data, scratch / "other", used, whole=True) if data else own) if text else None
+        corpus = (open_text(data, scratch / "other", used) if data else own) if text else None
         kept = (found.run or where.parent.parent) / TOKENIZER_FILES
         files: AnyTokenizer = tokenizer if tokenizer is not None else kept if kept.is_dir() and given is None else used
         plan, provenance = _made(where, config)
-        source = Source(where, None, used, files, corpus, config.data.sequence, plan, provenance, tuple(notes))  # type: ignore[arg-type]
-        source = replace(source, template=None if own is None else own.template)
-        model = open_model(found, device=ranks.device, adapters="apart").model
-        if config.lora.rank is None:
-            yield replace(source, model=model)
-            return
-        base = str(found.others["base"]["path"])
-        yield replace(source, model=merged_model(model), adapted=model.eval(), lora=config.lora, base=base)
+        model, adapted = open_model(found, device=ranks.device, adapters="apart").model, config.lora.rank is not None
+        yield Source(
+            where,
+            merged_model(model) if adapted else model,
+            used,
+            files,
+            corpus,
+            config.data.sequence,
+            plan,
+            provenance,
+            tuple(notes),
+            adapted=model.eval() if adapted else None,
+            lora=config.lora if adapted else None,
+            base=str(found.others["base"]["path"]) if adapted else "",
+            template=None if own is None else own.template,
+        )
 
 
 def _folder_source(
@@ -139,7 +188,7 @@ def _folder_source(
     used = given or (load_tokenizer(path / "tokenizer.json") if has_own else None)
     if data and used is None:
         raise UserError(f"The model {str(path)!r} has no tokenizer.json to read text with: name one with --tokenizer.")
-    corpus = _other(data, scratch / "other", used, whole=True) if data and used is not None else None
+    corpus = open_text(data, scratch / "other", used) if data and used is not None else None
     files: AnyTokenizer | None = named if named is not None else path if has_own else None
     return Source(path, model, used, files, corpus, 1024, None, {"source": str(path)})
 

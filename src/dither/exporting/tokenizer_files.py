@@ -3,13 +3,16 @@
 import json
 import os
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import tokenizers
 
 from dither.data import Tokenizer, load_tokenizer
-from dither.data.text import SEPARATOR
+from dither.data.text import SEPARATOR, first_line
 from dither.errors import UserError
 
 FILES = (
@@ -36,6 +39,73 @@ AnyTokenizer = Tokenizer | TransformersTokenizer | str | os.PathLike[str]
 """A tokenizer of `dither.data`, one of transformers, or a folder or tokenizer.json."""
 
 
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """The files of a tokenizer, and what they say."""
+
+    json: str | None
+    """The text of tokenizer.json; None for a tokenizer of transformers that has none."""
+    size: int
+    """Number of tokens."""
+    end: int | None
+    """The token that ends a text, or None if it is not known."""
+    write: Callable[[Path, int | None], object]
+    """Write the files into a folder; the second argument is the number of positions of the model, if it has a limit."""
+
+    @staticmethod
+    def of(tokenizer: AnyTokenizer) -> "TokenizerFiles":
+        """Return the files of any tokenizer."""
+        if isinstance(tokenizer, str | os.PathLike):
+            source = Path(tokenizer)
+            if not (source / "tokenizer.json" if source.is_dir() else source).is_file():
+                raise UserError(
+                    f"There is no tokenizer {str(source)!r}: name a tokenizer.json, or a folder that has one (--tokenizer)."
+                )
+            return _of_folder(source) if source.is_dir() else TokenizerFiles.of(load_tokenizer(source))
+        if isinstance(tokenizer, Tokenizer):
+            own = tokenizer_json(tokenizer)
+            return TokenizerFiles(own, tokenizer.vocab_size, tokenizer.end, partial(_write, own, tokenizer.end))
+        engine, save = getattr(tokenizer, "backend_tokenizer", None), tokenizer.save_pretrained
+        text = None if engine is None else str(engine.to_str())
+        return TokenizerFiles(text, len(tokenizer), tokenizer.eos_token_id, lambda place, _: save(str(place)))
+
+    def check_fit(self, vocab_size: int) -> None:
+        """Raise unless a model has a row of its embedding for every token."""
+        if self.size > vocab_size:
+            raise UserError(
+                f"The tokenizer has {self.size:,} tokens, and the embedding of the model has {vocab_size:,} rows: "
+                "name the tokenizer that the model was trained with (--tokenizer)."
+            )
+
+
+def _of_folder(source: Path) -> TokenizerFiles:
+    """Return the files of a Hugging Face folder, which are copied as they are."""
+    text, config = (source / "tokenizer.json").read_text(encoding="utf-8"), source / "tokenizer_config.json"
+    try:
+        engine = tokenizers.Tokenizer.from_str(text)
+        size = max(engine.get_vocab(with_added_tokens=True).values()) + 1
+    except Exception as error:  # the package raises its own kind
+        raise UserError(f"The tokenizer cannot be read: {first_line(error)} (--tokenizer names another).") from None
+    name = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.is_file() else None
+    name = name.get("content") if isinstance(name, dict) else name
+    end = engine.token_to_id(name) if isinstance(name, str) else None
+
+    def copy(place: Path, _: int | None) -> None:
+        for file in FILES:
+            if (source / file).is_file():
+                shutil.copyfile(source / file, place / file)
+
+    return TokenizerFiles(text, size, end, copy)
+
+
+def _write(text: str, end: int, place: Path, longest: int | None) -> None:
+    (place / "tokenizer.json").write_text(text, encoding="utf-8")
+    name = tokenizers.Tokenizer.from_str(text).id_to_token(end)
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": name}
+    config |= {"clean_up_tokenization_spaces": False} | ({"model_max_length": longest} if longest else {})
+    (place / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
 def tokenizer_json(tokenizer: Tokenizer) -> str:
     """Return the tokenizer.json of a tokenizer; bytes become a byte-level BPE without merges that gives the same tokens.
 
@@ -58,98 +128,3 @@ def _letters() -> list[tuple[int, str]]:
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in printable]
     return [(byte, chr(byte if byte in printable else 256 + others.index(byte))) for byte in range(256)]
-
-
-def size_of(tokenizer: AnyTokenizer) -> int:
-    """Return the number of tokens of a tokenizer."""
-    if isinstance(tokenizer, Tokenizer):
-        return tokenizer.vocab_size
-    if isinstance(tokenizer, str | os.PathLike):
-        return _engine_size(_text_of(Path(tokenizer)))
-    return len(tokenizer)
-
-
-def json_of(tokenizer: AnyTokenizer) -> str:
-    """Return the tokenizer.json of any tokenizer."""
-    if isinstance(tokenizer, Tokenizer):
-        return tokenizer_json(tokenizer)
-    if isinstance(tokenizer, str | os.PathLike):
-        return _text_of(Path(tokenizer))
-    engine = getattr(tokenizer, "backend_tokenizer", None)
-    if engine is None:
-        raise UserError(f"{type(tokenizer).__name__} has no tokenizer.json: give a fast tokenizer (--tokenizer).")
-    return str(engine.to_str())
-
-
-def end_of(tokenizer: AnyTokenizer) -> int | None:
-    """Return the token that ends a text, or None if it is not known."""
-    if isinstance(tokenizer, Tokenizer):
-        return tokenizer.end
-    if isinstance(tokenizer, str | os.PathLike):
-        source = Path(tokenizer)
-        return load_tokenizer(source).end if source.is_file() else _end_in(source, _text_of(source))
-    return tokenizer.eos_token_id
-
-
-def check_fit(tokenizer: AnyTokenizer, vocab_size: int) -> None:
-    """Raise unless a model has a row of its embedding for every token."""
-    if (size := size_of(tokenizer)) > vocab_size:
-        raise UserError(
-            f"The tokenizer has {size:,} tokens, and the embedding of the model has {vocab_size:,} rows: "
-            "name the tokenizer that the model was trained with (--tokenizer)."
-        )
-
-
-def write_tokenizer(tokenizer: AnyTokenizer, place: Path, longest: int | None) -> int | None:
-    """Write the files of a tokenizer into a folder, and return the token that ends a text, if it is known.
-
-    Args:
-        tokenizer: The tokenizer.
-        place: The folder.
-        longest: The number of positions of the model, if it has a limit.
-    """
-    if isinstance(tokenizer, str | os.PathLike):
-        source = Path(tokenizer)
-        if source.is_file():
-            return write_tokenizer(load_tokenizer(source), place, longest)
-        text = _text_of(source)
-        for name in FILES:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, place / name)
-        return _end_in(source, text)
-    if not isinstance(tokenizer, Tokenizer):
-        tokenizer.save_pretrained(str(place))
-        return tokenizer.eos_token_id
-    text = tokenizer_json(tokenizer)
-    end = tokenizers.Tokenizer.from_str(text).id_to_token(tokenizer.end)
-    (place / "tokenizer.json").write_text(text, encoding="utf-8")
-    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
-    config |= {"clean_up_tokenization_spaces": False} | ({"model_max_length": longest} if longest else {})
-    (place / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    return tokenizer.end
-
-
-def _text_of(source: Path) -> str:
-    path = source / "tokenizer.json" if source.is_dir() else source
-    if not path.is_file():
-        raise UserError(
-            f"There is no tokenizer {str(source)!r}: name a tokenizer.json, or a folder that has one (--tokenizer)."
-        )
-    return path.read_text(encoding="utf-8")
-
-
-def _engine_size(text: str) -> int:
-    try:
-        vocab = tokenizers.Tokenizer.from_str(text).get_vocab(with_added_tokens=True)
-    except Exception as error:  # the package raises its own kind
-        raise UserError(f"The tokenizer cannot be read: {str(error).splitlines()[0]} (--tokenizer names another).") from None
-    return int(max(vocab.values())) + 1
-
-
-def _end_in(source: Path, text: str) -> int | None:
-    """Return the end token that tokenizer_config.json names."""
-    path = source / "tokenizer_config.json"
-    name = json.loads(path.read_text(encoding="utf-8")).get("eos_token") if path.is_file() else None
-    name = name.get("content") if isinstance(name, dict) else name
-    found = tokenizers.Tokenizer.from_str(text).token_to_id(name) if isinstance(name, str) else None
-    return found if found is None else int(found)

@@ -6,7 +6,6 @@ Importing this module registers the model "dither" for `simple_evaluate(model="d
 
 import json
 import logging
-import lzma
 import math
 import re
 import sys
@@ -22,17 +21,21 @@ from torch import nn
 
 from dither.console import Stage, counter
 from dither.data import Tokenizer
+from dither.data.text import json_rows
 from dither.errors import UserError
 from dither.evaluate.held_out import TaskScore
 from dither.evaluate.likelihood import log_likelihoods
-from dither.exporting.sampling_text import prepare, tokenizer_of
+from dither.evaluate.variants import Score, Subject
 from dither.exporting.sources import opened
-from dither.models import CausalLM, generate
-from dither.train.evaluation import Score, Subject
+from dither.models import CausalLM
+from dither.models.generation import generate, text_of
 
 try:
-    from lm_eval.api.model import TemplateLM
+    import datasets
+    from lm_eval import evaluator
+    from lm_eval.api.model import LM, TemplateLM
     from lm_eval.api.registry import register_model
+    from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
     from tqdm import tqdm
 except ImportError as error:
@@ -73,7 +76,8 @@ class DitherLM(TemplateLM):  # type: ignore[misc]
             raise UserError(f"The model 'dither' of lm-eval has no argument {', '.join(unknown)}.")
         if path is not None:
             with opened(Path(path), text=False, few_bits=True, device=device) as source:
-                model, tokenizer = prepare(source.model.float(), plan, cast), tokenizer_of(source)
+                source.model.float()
+                model, tokenizer = source.cast(plan, cast), source.text_tokenizer()
         if model is None or tokenizer is None:
             raise UserError("The model 'dither' of lm-eval needs a path (path=runs/a), or a model and its tokenizer.")
         self.model, self.text_tokenizer, self.forward = model, tokenizer, forward
@@ -185,7 +189,7 @@ class DitherLM(TemplateLM):  # type: ignore[misc]
 
     def _text(self, drawn: list[int]) -> str:
         end = drawn.index(self.eot_token_id) if self.eot_token_id in drawn else len(drawn)
-        return self.text_tokenizer.decode([token for token in drawn[:end] if token < self.text_tokenizer.vocab_size])
+        return text_of(self.text_tokenizer, drawn[:end])
 
 
 def tokens_before(tokenizer: Tokenizer) -> list[int]:
@@ -205,25 +209,13 @@ def tokens_before(tokenizer: Tokenizer) -> list[int]:
     return list(encoding.ids[: special.index(0)]) if 0 in special else []
 
 
-try:
-    import datasets
-    from lm_eval import evaluator
-    from lm_eval.api.model import LM
-    from lm_eval.tasks import TaskManager
-except ImportError as error:
-    raise UserError(f"Tasks need lm-eval ({error}): pip install 'dither[eval]'.") from None
-
-
-SUFFIXES = (".jsonl", ".jsonl.xz", ".json", ".json.xz")
+SUFFIXES = (".jsonl", ".jsonl.xz", ".jsonl.gz", ".jsonl.zst")
 """Names of task files in a folder end in one of these."""
 
 MOST_SHOTS = 1000
 
 SEED = 1234
 """Seed of the choice of examples, that of lm-eval's own command."""
-
-LARGEST = 1 << 30
-"""Most bytes of a file of questions, after decompression."""
 
 ACCURACY = {"aggregation": "mean", "higher_is_better": True}
 CHOICES: dict[str, Any] = {
@@ -303,26 +295,10 @@ def _in_folder(name: str, folder: Path | None) -> Path | None:
 
 
 def read_questions(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a file of JSON lines, which may be compressed (.xz), all of one of the kinds in `KINDS`."""
+    """Return the records of a file of JSON lines, which may be compressed, all of one of the kinds in `KINDS`."""
     if not path.is_file():
         raise UserError(f"There is no file of questions {str(path)!r}: name one of JSON lines, as in --tasks NAME=FILE.jsonl.")
-    try:
-        with lzma.open(path) if path.name.endswith(".xz") else path.open("rb") as file:
-            data = file.read(LARGEST + 1)
-        if len(data) > LARGEST:
-            raise UserError(f"The questions {str(path)!r} have more than 1 GiB.")
-        lines = data.decode().split("\n")
-    except (OSError, lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
-        raise UserError(f"The questions {str(path)!r} cannot be read: {error}.") from None
-    records = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            where = f"Line {number} of {str(path)!r}"
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                raise UserError(f"{where} is not JSON: questions are one object per line.") from None
-            records.append(_question(record, where))
+    records = [_question(record, f"{where[:1].upper()}{where[1:]}") for record, where in json_rows(path)]
     if not records:
         raise UserError(f"The file {str(path)!r} has no questions.")
     if len({_kind(record) for record in records}) > 1:
@@ -463,7 +439,7 @@ def _scores_of(name: str, found: Any) -> Iterator[TaskScore]:
 
 
 def scorer(tasks: Tasks, folder: Path, longest: int | None = None, stage: Stage | None = None) -> Score:
-    """Return a function that scores models on tasks, as `dither.train.evaluation.run` takes it.
+    """Return a function that scores models on tasks, as `dither.evaluate.variants.evaluate` takes it.
 
     Args:
         tasks: The tasks, which are loaded once.

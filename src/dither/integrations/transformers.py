@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from dither.errors import UserError
-from dither.integrations.layer_states import FILE, load_state, save_state, state_names
-from dither.integrations.loops import OpenStep, layer_metrics
+from dither.integrations.loops import FILE, OpenStep, layer_metrics, load_state, save_state, state_names
 from dither.nn.convert import Conversion
 from dither.nn.sites import converted_layers
 from dither.optim.adamw import AdamW

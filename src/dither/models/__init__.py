@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from dither.models.causal import CausalLM as CausalLM
     from dither.models.causal import output_loss as output_loss
     from dither.models.generation import generate as generate
-    from dither.models.gpt2 import GPT2 as GPT2
-    from dither.models.gpt_neo import GPTNeo as GPTNeo
+    from dither.models.gpt import GPT2 as GPT2
+    from dither.models.gpt import GPTNeo as GPTNeo
     from dither.models.hub import load_pretrained as load_pretrained
     from dither.models.hub import save_pretrained as save_pretrained
     from dither.models.llama import Llama as Llama
@@ -33,8 +33,7 @@ __getattr__ = lazily(
     {
         "causal": "CausalLM output_loss",
         "generation": "generate",
-        "gpt2": "GPT2",
-        "gpt_neo": "GPTNeo",
+        "gpt": "GPT2 GPTNeo",
         "hub": "load_pretrained save_pretrained",
         "llama": "Llama",
         "open": "find_model open_model",

@@ -1,11 +1,15 @@
-"""Generate text with a model, token by token: samples to read while it trains."""
+"""Generate text with a model, token by token: samples to read while it trains, and answers in a conversation."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dither.data import Tokenizer
+from dither.data.chat import SIMPLE
 from dither.errors import UserError
 
 
@@ -46,8 +50,7 @@ def generate(
     >>> generate(model, start, 3, temperature=0.8, top_k=50, generator=torch.Generator().manual_seed(0)).shape
     torch.Size([1, 5])
     """
-    _check(tokens, count, temperature, top_k, generator)
-    _check_share(top_p)
+    _check(tokens, count, temperature, top_k, top_p, generator)
     ended = torch.zeros(len(tokens), 1, dtype=torch.bool, device=tokens.device)
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None) or tokens.shape[1] + count
     training = [module for module in model.modules() if module.training]
@@ -72,7 +75,14 @@ def generate(
     return tokens
 
 
-def _check(tokens: Tensor, count: int, temperature: float, top_k: int | None, generator: torch.Generator | None) -> None:
+def _check(
+    tokens: Tensor,
+    count: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    generator: torch.Generator | None,
+) -> None:
     if tokens.dim() != 2 or tokens.dtype != torch.int64 or not tokens.numel():
         raise UserError(
             f"generate takes int64 tokens of shape [batch, length], at least one of them, not {tokens.dtype} tokens of "
@@ -88,9 +98,6 @@ def _check(tokens: Tensor, count: int, temperature: float, top_k: int | None, ge
             f"Drawing at a temperature of {temperature:g} needs a generator, such as torch.Generator().manual_seed(0); "
             "temperature=0 takes the likeliest token without one."
         )
-
-
-def _check_share(top_p: float | None) -> None:
     if top_p is not None and (isinstance(top_p, bool) or not isinstance(top_p, int | float) or not 0 < top_p <= 1):
         raise UserError(f"top_p is a probability above 0 and up to 1, not {top_p!r}.")
 
@@ -115,3 +122,63 @@ def _choose(
         dropped = sorted_BV.cumsum(-1) - sorted_BV >= top_p  # those before it suffice
         shares_BV = shares_BV.masked_fill(dropped.scatter(-1, order_BV, dropped), 0.0)
     return torch.multinomial(shares_BV, 1, generator=generator)
+
+
+# Text -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """The settings of generated text."""
+
+    tokens: int = 200
+    temperature: float = 0.8
+    top_k: int | None = 50
+    top_p: float | None = None
+
+    def extend(self, model: nn.Module, prompt: Sequence[int], end: int | None, generator: torch.Generator) -> list[int]:
+        """Return the tokens that follow a prompt, up to the end token, which is left out."""
+        start = torch.tensor([list(prompt)], device=next(model.parameters()).device)
+        options: dict[str, Any] = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, "end": end}
+        drawn = generate(model, start, self.tokens, generator=generator if self.temperature > 0 else None, **options)
+        found: list[int] = drawn[0, len(prompt) :].tolist()
+        return found[: found.index(end)] if end is not None and end in found else found
+
+
+def text_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """Return the text of tokens; the vocabulary of the model may be larger than that of the tokenizer."""
+    return tokenizer.decode([token for token in tokens if token < tokenizer.vocab_size])
+
+
+class Chat:
+    """A conversation with a model: by a chat template, or as one growing text of lines.
+
+    Args:
+        model: The model.
+        sampler: The settings of its answers.
+        seed: Seed of the choices.
+        tokenizer: A tokenizer of transformers with a chat template, or one of `dither.data`.
+        simple: Without a chat template: write the messages as `dither.data.chat.SIMPLE` does, and not as lines.
+    """
+
+    def __init__(self, model: nn.Module, sampler: Sampler, seed: int, tokenizer: Any, *, simple: bool = False) -> None:
+        self.model, self.sampler, self.tokenizer, self.simple = model, sampler, tokenizer, simple
+        self.generator = torch.Generator().manual_seed(seed)
+        self.messages: list[dict[str, str]] = []
+        self.history: list[int] = []
+
+    def answer(self, text: str) -> str:
+        """Return what the model answers, and remember both."""
+        tokenizer = self.tokenizer
+        if isinstance(tokenizer, Tokenizer):
+            asked = SIMPLE["user"].format(text) + SIMPLE["assistant"] if self.simple else text + "\n"
+            self.history += tokenizer.encode(asked)
+            drawn = self.sampler.extend(self.model, self.history, tokenizer.end, self.generator)
+            self.history += [*drawn, *([tokenizer.end] if self.simple else tokenizer.encode("\n"))]
+            return text_of(tokenizer, drawn)
+        self.messages.append({"role": "user", "content": text})
+        prompt = tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, return_dict=False)
+        drawn = self.sampler.extend(self.model, prompt, tokenizer.eos_token_id, self.generator)
+        said: str = tokenizer.decode(drawn, skip_special_tokens=True)
+        self.messages.append({"role": "assistant", "content": said})
+        return said.strip()

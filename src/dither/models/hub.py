@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
+from dither.files import new_folder
 from dither.models.causal import CausalLM
-from dither.models.folder_files import CONFIG, INDEX, WEIGHTS, appearing, read_json, short, write_json
+from dither.models.folder_files import CONFIG, INDEX, WEIGHTS, WeightsWriter, check_new, read_json, short, write_json
 from dither.models.presets import check_place, empty, skeleton
 from dither.models.sizes import GPT2Config, GPTNeoConfig, LlamaConfig, ModelConfig
 from dither.models.transformers_models import HuggingFace, stored_names
@@ -123,7 +123,8 @@ def save_pretrained(
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise UserError(f"The parameter {name!r} is sharded over ranks: gather the model on one rank before saving it.")
-    with appearing(Path(folder)) as place:
+    check_new(Path(folder))
+    with new_folder(Path(folder), "The model") as place:
         if isinstance(model, HuggingFace):
             model.save(place, dict(extra or {}), shard_bytes, dtype)
         else:
@@ -132,27 +133,13 @@ def save_pretrained(
 
 def _write(model: CausalLM, place: Path, extra: dict[str, Any], shard_bytes: int, dtype: torch.dtype | None) -> None:
     names, wide, own = stored_names(model), wide_parameters(model, all_norms=True), model.embedding.weight.dtype
-    weights = {
-        name: parameter.detach().to(dtype or own) if dtype is not None or id(parameter) in wide else parameter
-        for name, parameter in model.named_parameters()
-        if name in names
-    }
-    shards: list[dict[str, Tensor]] = [{}]
-    room = shard_bytes
-    for name, weight in weights.items():
-        if shards[-1] and weight.nbytes > room:
-            shards.append({})
-            room = shard_bytes
-        shards[-1][name] = weight.detach().contiguous()
-        room -= weight.nbytes
-    files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    for file, shard in zip(files if len(shards) > 1 else [WEIGHTS], shards, strict=True):
-        save_file(shard, place / file, metadata={"format": "pt"})
-    if len(shards) > 1:
-        where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-        total = sum(weight.nbytes for weight in weights.values())
-        write_json(place / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
-    dtypes = {str(weight.dtype).removeprefix("torch.") for weight in weights.values()}
+    writer, dtypes = WeightsWriter(place, shard_bytes), set[str]()
+    for name, parameter in model.named_parameters():
+        if name in names:
+            weight = parameter.to(dtype or own) if dtype is not None or id(parameter) in wide else parameter
+            writer.add(name, weight)
+            dtypes.add(str(weight.dtype).removeprefix("torch."))
+    writer.finish()
     if len(dtypes) > 1:
         raise UserError(f"A model is saved in one dtype, and its parameters have {', '.join(sorted(dtypes))}.")
     write_json(place / CONFIG, huggingface_config(model.config) | {"dtype": dtypes.pop()} | extra)

@@ -121,9 +121,6 @@ class Backbone(nn.Module):
 class Llama(PlainLM):
     """A Llama. Matrices are initialized with normal numbers from `generator`, norms with ones.
 
-    `model(tokens)` with int64 tokens [B, S] returns logits [B, S, V]. `model(tokens, targets)` returns the mean cross entropy,
-    where targets [B, S] holds the token that follows each token (the caller shifts them), or -100 to ignore a position.
-
     >>> import torch
     >>> from dither.models import PRESETS, Llama
     >>> model = Llama(PRESETS["tiny"], generator=torch.Generator().manual_seed(0))

@@ -1,17 +1,18 @@
 """Adapters of low rank (LoRA) through PEFT, on a base whose weights are frozen and held as codes."""
 
+import importlib.util
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dither.errors import UserError
 from dither.models.causal import CausalLM
-from dither.models.presets import empty
-from dither.models.transformers_models import HuggingFace
+from dither.models.sizes import Lora
+from dither.models.transformers_models import HuggingFace, unconverted
 from dither.nn.frozen import FrozenLinear, freeze_base
 from dither.nn.layers import Conv1D
 from dither.nn.linear import Linear
@@ -21,36 +22,6 @@ from dither.spec.formats import TABLE
 
 ADAPTER = "default"
 """The name of the adapter, as PEFT calls it."""
-
-
-class LoraSettings(Protocol):
-    """The section [lora] of a config."""
-
-    @property
-    def rank(self) -> int | None:
-        """Rank of the adapters; None means that there are none."""
-
-    @property
-    def alpha(self) -> float:
-        """Adapters are multiplied by alpha / rank."""
-
-    @property
-    def dropout(self) -> float:
-        """Probability with which inputs of adapters are dropped in training."""
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        """Last names of the layers that get an adapter; none means every linear layer of the blocks."""
-
-
-@dataclass(frozen=True)
-class SavedLora:
-    """The section [lora] in a checkpoint."""
-
-    rank: int
-    alpha: float
-    dropout: float
-    targets: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -74,7 +45,13 @@ class Adapted:
         )
 
 
-def peft_config(settings: LoraSettings, model: CausalLM, base: str | None = None) -> Any:
+def check_peft(settings: Lora) -> None:
+    """Raise a UserError if adapters need PEFT, and it is not installed."""
+    if settings.rank is not None and importlib.util.find_spec("peft") is None:
+        raise UserError("lora.rank needs peft, which is not installed: pip install 'dither[lora]'.")
+
+
+def peft_config(settings: Lora, model: CausalLM, base: str | None = None) -> Any:
     """Return PEFT's config of the adapters; raise a UserError if PEFT is missing or a target is no layer.
 
     Args:
@@ -82,10 +59,9 @@ def peft_config(settings: LoraSettings, model: CausalLM, base: str | None = None
         model: The model, converted or not.
         base: The path of the base for those who load the adapters.
     """
-    try:
-        import peft
-    except ImportError:
-        raise UserError("lora.rank needs peft, which is not installed: pip install 'dither[lora]'.") from None
+    check_peft(settings)
+    import peft
+
     assert settings.rank is not None
     names = _targets(settings, model)
     return peft.LoraConfig(
@@ -101,7 +77,7 @@ def peft_config(settings: LoraSettings, model: CausalLM, base: str | None = None
     )
 
 
-def _targets(settings: LoraSettings, model: CausalLM) -> list[str]:
+def _targets(settings: Lora, model: CausalLM) -> list[str]:
     """Return the last names of the linear layers of the blocks that get adapters."""
     kinds: tuple[type[nn.Module], ...] = (nn.Linear, Conv1D)
     paths = [name for name, module in model.blocks.named_modules() if isinstance(module, kinds)]
@@ -114,7 +90,7 @@ def _targets(settings: LoraSettings, model: CausalLM) -> list[str]:
     return list(settings.targets) or there
 
 
-def adapt(model: CausalLM, settings: LoraSettings, seed: int) -> Adapted:
+def adapt(model: CausalLM, settings: Lora, seed: int) -> Adapted:
     """Add adapters to a converted model in place, and keep only the codes of the weights that the plan casts.
 
     From then on the state dict holds the adapters alone, and loading one leaves the base as it is.
@@ -173,12 +149,7 @@ def merged_model(model: CausalLM, *, adapters: bool = True) -> CausalLM:
         model: A model that `adapt` changed.
         adapters: False leaves the adapters out.
     """
-    if isinstance(model, HuggingFace):
-        with torch.random.fork_rng(devices=[]):
-            plain: CausalLM = HuggingFace(type(model.hf)(model.config))
-        plain.to(model.embedding.weight.device, torch.float32)
-    else:
-        plain = empty(model.config, model.embedding.weight.device, torch.float32)
+    plain: CausalLM = unconverted(model)
     weights = _weights(model, adapters)
     for name, parameter in plain.named_parameters():
         parameter.copy_(weights[name])

@@ -21,13 +21,12 @@ from dither.checkpoint.read import LoadedTensors, TensorSource
 from dither.checkpoint.state import plan_of, restore_model
 from dither.errors import UserError
 from dither.models.causal import CausalLM
-from dither.models.folder_files import CONFIG, is_in_few_bits, load_dequantized
+from dither.models.folder_files import CONFIG, read_json
 from dither.models.hub import load_pretrained
-from dither.models.lora import SavedLora, adapt, merged_model, narrow_base
+from dither.models.lora import adapt, merged_model, narrow_base
 from dither.models.presets import empty
-from dither.models.sizes import preset
-from dither.models.torchtitan_names import PREFIXES, halves_from_pairs, rotates, titan_names
-from dither.models.transformers_models import HuggingFace, hf
+from dither.models.sizes import Lora, preset
+from dither.models.transformers_models import hf
 from dither.nn.convert import convert
 from dither.optim import training
 from dither.spec import Plan
@@ -64,6 +63,14 @@ class Found:
         if not isinstance(others, dict) or not isinstance(others.get("config"), str):
             raise UserError(f"The checkpoint {str(self.path)!r} was not made by `dither train`: it has no config.")
         return others
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The config of the run in a checkpoint, as a TOML table."""
+        try:
+            return tomllib.loads(self.others["config"])
+        except tomllib.TOMLDecodeError:
+            raise UserError(f"The checkpoint {str(self.path)!r} was not made by `dither train`: it has no config.") from None
 
     def sha256(self) -> str:
         """Return the SHA-256 in the manifest of a checkpoint, or that of all files of a folder: a second per gigabyte."""
@@ -190,12 +197,12 @@ def open_model(
             f"{str(found.path)!r} is a checkpoint of torch.distributed.checkpoint, which does not describe its model: start a "
             "run from it with `dither train --from`."
         )
-    if is_in_few_bits(found.path):
+    if read_json(found.path / CONFIG).get("quantization_config") is not None:
         if not few_bits:
             raise UserError(
                 f"The weights in {str(found.path)!r} are in few bits already: name the run or the model they were made from."
             )
-        return Opened(found, HuggingFace(load_dequantized(found.path).to(device)))
+        return Opened(found, hf(str(found.path), device=device, dtype=dtype or torch.float32))
     try:
         return Opened(found, load_pretrained(found.path, device=device, dtype=dtype))
     except UserError:
@@ -208,11 +215,10 @@ def open_model(
 def _of_checkpoint(
     found: Found, device: torch.device | str, dtype: torch.dtype | None, as_trained: bool, adapters: str
 ) -> Opened:
-    others = found.others
+    config = found.config
     try:
-        config = tomllib.loads(others["config"])
         section, rank = config["model"], config.get("lora", {}).get("rank")
-    except (KeyError, AttributeError, tomllib.TOMLDecodeError):
+    except (KeyError, AttributeError):
         raise UserError(f"The checkpoint {str(found.path)!r} was not made by `dither train`: it has no config.") from None
     if rank is not None and adapters == "refuse":
         raise UserError(
@@ -269,7 +275,7 @@ def _as_trained(
         options = {key: precision[key] for key in ("fallback", "emulate", "engines") if key in precision}
         convert(model, plan, seed=seed, **options)
     if adapted:
-        adapt(model, SavedLora(lora["rank"], lora["alpha"], lora["dropout"], tuple(lora["targets"])), seed)
+        adapt(model, Lora(**lora | {"targets": tuple(lora["targets"])}), seed)
     run = training(model, precision["mode"], lr=0.0)
     if adapted:
         narrow_base(model, precision["mode"])
@@ -383,3 +389,64 @@ def _places(wanted: list[str], source: TensorSource) -> tuple[dict[str, str], st
                     found[name] = theirs[0]
             best = found if len(found) > len(best) else best
     return best, next((name for name in wanted if name not in best), "")
+
+
+# torchtitan ------------------------------------------------------------------------------------------------------------
+
+PREFIXES = ("", "model.", "module.", "model.module.", "state_dict.", "state_dict.model.")
+"""Names under which a checkpoint may hold the state of the model."""
+
+TITAN_LAYER = {
+    "self_attn.q_proj": ("attention.wq", "attention.qkv_linear.wq"),
+    "self_attn.k_proj": ("attention.wk", "attention.qkv_linear.wk"),
+    "self_attn.v_proj": ("attention.wv", "attention.qkv_linear.wv"),
+    "self_attn.o_proj": ("attention.wo",),
+    "mlp.gate_proj": ("feed_forward.w1",),
+    "mlp.up_proj": ("feed_forward.w3",),
+    "mlp.down_proj": ("feed_forward.w2",),
+    "input_layernorm": ("attention_norm",),
+    "post_attention_layernorm": ("ffn_norm",),
+}
+"""The names of a layer's modules here, and in versions of torchtitan's Llama 3."""
+
+TITAN_OTHERS = {
+    "model.embed_tokens.weight": ("tok_embeddings.weight",),
+    "model.norm.weight": ("norm.weight",),
+    "lm_head.weight": ("output.weight", "lm_head.weight"),
+}
+
+
+def titan_names(name: str) -> tuple[str, ...]:
+    """Return the names that torchtitan may have for a tensor of our Llama.
+
+    >>> titan_names("model.layers.3.self_attn.q_proj.weight")
+    ('layers.3.attention.wq.weight', 'layers.3.attention.qkv_linear.wq.weight')
+    """
+    match = re.fullmatch(r"model\.layers\.([0-9]+)\.(.+)\.(weight|bias)", name)
+    if match is None:
+        return TITAN_OTHERS.get(name, ())
+    number, module, kind = match.groups()
+    return tuple(f"layers.{number}.{theirs}.{kind}" for theirs in TITAN_LAYER.get(module, ()))
+
+
+def rotates(name: str) -> bool:
+    """Return whether a tensor's rows are rotated by rotary embeddings: those of queries and keys.
+
+    >>> rotates("model.layers.3.self_attn.q_proj.weight"), rotates("model.layers.3.self_attn.v_proj.weight")
+    (True, False)
+    """
+    return re.search(r"\.self_attn\.[qk]_proj\.", name) is not None
+
+
+def halves_from_pairs(weight: Tensor, head_size: int) -> Tensor:
+    """Return the rows of queries or keys in our order.
+
+    torchtitan rotates neighbouring rows of a head with each other; our models, like Hugging Face's, rotate a row of the first
+    half with one of the second half.
+
+    >>> import torch
+    >>> halves_from_pairs(torch.arange(8.0)[:, None], head_size=4)[:, 0]
+    tensor([0., 2., 1., 3., 4., 6., 5., 7.])
+    """
+    rows = weight.reshape(-1, head_size // 2, 2, *weight.shape[1:])
+    return rows.transpose(1, 2).reshape(weight.shape)

@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
 from dither.models.causal import PlainLM
-from dither.models.gpt2 import GPT2
-from dither.models.gpt_neo import GPTNeo
+from dither.models.gpt import GPT2, GPTNeo
 from dither.models.llama import Llama
 from dither.models.sizes import GPT2Config, LlamaConfig, ModelConfig, preset
 from dither.nn.sites import find_sites

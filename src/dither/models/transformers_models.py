@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from dither.errors import UserError
 from dither.models.causal import CausalLM, PlainLM
-from dither.models.folder_files import CONFIG, dequantize_at_loading, read_json, write_json
-from dither.models.presets import check_place, check_seed, skeleton
+from dither.models.folder_files import CONFIG, read_json, write_json
+from dither.models.presets import check_place, check_seed, empty, skeleton
 from dither.nn.norms import cast_parameters
 
 MOST_LAYERS = 10_000
@@ -115,7 +115,7 @@ def hf(source: Any, *, seed: int = 0, device: torch.device | str = "cpu", dtype:
     if isinstance(config, Mapping):
         fields = dict(config)
         kind = fields.pop("model_type", None)
-        config = _call(source, lambda: transformers.AutoConfig.for_model(kind, **fields))
+        config = from_transformers(source, lambda: transformers.AutoConfig.for_model(kind, **fields))
     if not isinstance(config, transformers.PretrainedConfig):
         raise UserError(f"hf takes a folder, the name of a model, or a config of transformers, not {_named(source)}.")
     _check_sizes(source, config)
@@ -123,7 +123,7 @@ def hf(source: Any, *, seed: int = 0, device: torch.device | str = "cpu", dtype:
     options = {"trust_remote_code": False, "dtype": torch.float32}  # initial weights are drawn in float32
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        made = _call(source, lambda: transformers.AutoModelForCausalLM.from_config(config, **options))
+        made = from_transformers(source, lambda: transformers.AutoModelForCausalLM.from_config(config, **options))
     return HuggingFace(_in_dtype(made, dtype or torch.float32).to(device)).train()
 
 
@@ -135,12 +135,18 @@ def _in_dtype(model: Any, dtype: torch.dtype) -> Any:
 
 
 def _pretrained(transformers: Any, source: str, device: torch.device | str, dtype: torch.dtype | None) -> HuggingFace:
-    config = _call(source, lambda: transformers.AutoConfig.from_pretrained(source, trust_remote_code=False))
+    config = from_transformers(source, lambda: transformers.AutoConfig.from_pretrained(source, trust_remote_code=False))
     _check_sizes(source, config)
-    quantized = getattr(config, "quantization_config", None) is not None
-    finish = dequantize_at_loading(config)
-    dtype = dtype or (torch.bfloat16 if quantized else None)
-    model, said = _call(
+    quantization: Any = getattr(config, "quantization_config", None)
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if method == "fp8":
+        quantization["dequantize"] = True
+    elif method == "compressed-tensors":
+        for group in quantization.get("config_groups", {}).values():
+            group["input_activations"] = None
+    if quantization is not None:
+        dtype = dtype or torch.bfloat16
+    model, said = from_transformers(
         source,
         lambda: transformers.AutoModelForCausalLM.from_pretrained(
             source,
@@ -156,25 +162,39 @@ def _pretrained(transformers: Any, source: str, device: torch.device | str, dtyp
             raise UserError(
                 f"The weights of {source!r} do not fit its config: {what.replace('_', ' ')} {', '.join(names[:3])}."
             )
-    finish(model)
-    plain = _plain(model, dtype or model.dtype) if quantized else model
-    return HuggingFace(plain.to(device)).train()
+    if method == "compressed-tensors":  # transformers 5.23 dequantizes all layers by the first of several formats
+        from_transformers(source, lambda: model.hf_quantizer.compressor.decompress_model(model=model))
+    return HuggingFace((model if quantization is None else _dequantized(model, dtype or model.dtype)).to(device)).train()
 
 
 @torch.no_grad()
-def _plain(model: Any, dtype: torch.dtype) -> Any:
+def _dequantized(model: Any, dtype: torch.dtype) -> Any:
     """Return a model whose weights were dequantized without the layers and hooks of the library that did so."""
-    config = copy.deepcopy(model.config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    with torch.random.fork_rng(devices=[]):
-        plain = _in_dtype(type(model)(config), dtype)
-    numbers = model.state_dict()
+    plain, numbers = unconverted(model, dtype), model.state_dict()
     for name, tensor in plain.state_dict().items():
         if name not in numbers or numbers[name].shape != tensor.shape:
             raise UserError(f"The weights in few bits were not dequantized: {name!r} is missing or has another shape.")
         tensor.copy_(numbers[name])
     return plain
+
+
+def unconverted(model: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """Return a model of the same class, config and device that is not converted. Its weights are arbitrary.
+
+    Args:
+        model: A model of `dither.models`, or one of transformers.
+        dtype: Dtype of the parameters.
+    """
+    if isinstance(model, HuggingFace):
+        return HuggingFace(unconverted(model.hf, dtype))
+    device = next(model.parameters()).device
+    if isinstance(model, PlainLM):
+        return empty(model.config, device, dtype)
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.random.fork_rng(devices=[]):
+        return _in_dtype(type(model)(config), dtype).to(device)
 
 
 def _check_sizes(source: object, config: Any) -> None:
@@ -185,13 +205,17 @@ def _check_sizes(source: object, config: Any) -> None:
         raise UserError(f"The model {_named(source)} would have a hidden size of {width}, and at least 1 is needed.")
 
 
-def _call(source: object, make: Callable[[], Any]) -> Any:
+def from_transformers(source: object, make: Callable[[], Any]) -> Any:
     """Return `make()`; if transformers raises, raise a UserError with the first line of its message."""
     try:
         with _without_report():
             return make()
     except Exception as error:  # transformers raises errors of many libraries for a bad file
         words = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".:!")
+        if isinstance(error, ImportError):  # such as compressed-tensors, for weights in few bits
+            raise UserError(
+                f"The model {_named(source)} needs another package ({words}): pip install 'dither[export]'."
+            ) from None
         if "ignore_mismatched_sizes" in words:
             words = "its weights have other shapes than its config says"
         raise UserError(f"transformers cannot create the model {_named(source)}: {words}.") from None

@@ -17,6 +17,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from rich import box
 from rich.console import Group
@@ -257,6 +258,11 @@ class Conversion:
     def __rich__(self) -> Group:
         table = Table("layers", "count", "out x in", *OPERANDS, "engines", "share", box=box.SIMPLE_HEAD)
         rest = [f"compute {self.plan.compute}; parameters {self.plan.parameters or 'as they were'}"]
+        if self.plan.compute != "fp32" and any(
+            each.is_cuda and each.dtype == torch.float32 for each in self.model.parameters()
+        ):
+            dtype = {"bf16": "bfloat16", "fp16": "float16"}[self.plan.compute]
+            rest.append(f"wrap the forward pass in torch.autocast(device, torch.{dtype}): the rest would run in float32")
         for pattern, layers in alike(
             self.layers, attrgetter("name"), lambda a: (a.out_features, a.in_features, a.precision, a.engines)
         ):

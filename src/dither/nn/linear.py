@@ -813,23 +813,21 @@ class Linear(nn.Linear):
         uncast = not self.program.samplings.cast["sampling"]
         dtype = self.sample_dtype() if uncast else torch.float32
         assert cache.draw is not None
+        part, b_t = weight, cache.b_t
+        at: tuple[int, ...] = (0, 0)
         if isinstance(weight, DTensor):
             assert self.bitwidth is not None
             part, b_i, at = sampling.shard_of(weight, self.bitwidth.detach(), constants, self.name)
-            w_hat, amax = sampling.sample(part, sampling.bitwidths(b_i, constants), cache.draw, constants, dtype, at)
-            store_in_place([(cache, "w_amax", amax)])
-            cache.w_hat = w_hat if uncast else None
-            return w_hat
-        assert cache.b_t is not None
-        if cache.w_hat is not None and cache.w_hat.dtype == dtype and cache.w_hat.shape == weight.shape:
+            b_t = sampling.bitwidths(b_i, constants)
+        assert b_t is not None
+        if part is weight and cache.w_hat is not None and (cache.w_hat.dtype, cache.w_hat.shape) == (dtype, weight.shape):
             assert cache.w_amax is not None
             memory = (cache.w_hat, cache.w_amax)
-            torch_ops.sample_into(weight, cache.b_t, cache.draw, constants.kind, constants.block, memory)
+            torch_ops.sample_into(weight, b_t, cache.draw, constants.kind, constants.block, memory)
             return cache.w_hat
-        w_hat, amax = sampling.sample(weight, cache.b_t, cache.draw, constants, dtype)
+        w_hat, amax = sampling.sample(part, b_t, cache.draw, constants, dtype, at)
         store_in_place([(cache, "w_amax", amax)])
-        if uncast:
-            cache.w_hat = w_hat
+        cache.w_hat = w_hat if uncast else None
         return w_hat
 
     def check_unchanged(self) -> None:

@@ -1,5 +1,6 @@
 """Ranks: values and errors that they exchange, and the part of a tensor that a rank has, with its coordinates in the whole."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -138,18 +139,13 @@ def shards(x: Tensor) -> list[Shard]:
     if len(shape) < 2:
         return [Shard(0, 1, 0, offset[0] if offset else 0)]
     leading, whole = shape[:-1], x.shape[:-1]
-    cut = max((d for d in range(len(leading)) if leading[d] != whole[d]), default=0)
-    inner = math.prod(leading[cut:])
+    sharded = max((d for d in range(len(leading)) if leading[d] != whole[d]), default=0)
+    inner = math.prod(leading[sharded:])
     parts = []
-    for index in range(math.prod(leading[:cut])):
+    for index, before in enumerate(itertools.product(*map(range, leading[:sharded]))):
         # Coordinates of the first row; the sharded dimension and those after it start at their offset.
-        digits, rest = [], index
-        for size in reversed(leading[:cut]):
-            digits.append(rest % size)
-            rest //= size
-        coordinates = [*reversed(digits), *([0] * (len(leading) - cut))]
         row = 0
-        for size, coordinate, start in zip(whole, coordinates, offset[:-1], strict=True):
+        for size, coordinate, start in zip(whole, (*before, *[0] * (len(leading) - sharded)), offset[:-1], strict=True):
             row = row * size + coordinate + start
         parts.append(Shard(index * inner, (index + 1) * inner, row, offset[-1]))
     return parts

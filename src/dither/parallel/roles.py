@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import nn
 
 from dither.errors import UserError
-from dither.models import gpt, gpt2, gpt_neo, llama
+from dither.models import gpt, llama
 from dither.models.causal import CausalLM, PlainLM
 from dither.models.transformers_models import HuggingFace
 from dither.nn.linear import Linear
@@ -86,8 +86,8 @@ OWN: Mapping[type[nn.Module], Mapping[str, Role]] = {
     llama.MLP: {"": INPUT, "gate_proj": COLUMN, "up_proj": COLUMN, "down_proj": ROW},
     llama.Block: {"input_layernorm": NORM, "post_attention_layernorm": NORM},
     llama.Backbone: {"embed_tokens": Role("embedding"), "norm": NORM},
-    gpt2.Attention: {"": INPUT, "c_attn": Role("column", parts=3), "c_proj": ROW},
-    gpt_neo.SelfAttention: {"": INPUT, "q_proj": COLUMN, "k_proj": COLUMN, "v_proj": COLUMN, "out_proj": ROW},
+    gpt.GPT2Attention: {"": INPUT, "c_attn": Role("column", parts=3), "c_proj": ROW},
+    gpt.GPTNeoSelfAttention: {"": INPUT, "q_proj": COLUMN, "k_proj": COLUMN, "v_proj": COLUMN, "out_proj": ROW},
     gpt.MLP: {"": INPUT, "c_fc": COLUMN, "c_proj": ROW},
     gpt.Block: {"ln_1": NORM, "ln_2": NORM},
     gpt.Backbone: {"wte": Role("embedding"), "wpe": Role("positions"), "ln_f": NORM},

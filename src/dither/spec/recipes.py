@@ -54,7 +54,13 @@ def recipe_name(name: str) -> str:
 
 
 ALIASES: Mapping[str, str] = MappingProxyType(
-    {"tensorwise": "fp8-current", "rowwise": "fp8-row", "blockwise": "fp8-block", "delayed": "fp8-delayed"}
+    {
+        "fp8": "fp8-current",
+        "tensorwise": "fp8-current",
+        "rowwise": "fp8-row",
+        "blockwise": "fp8-block",
+        "delayed": "fp8-delayed",
+    }
 )
 """Names of recipes in torchao and Transformer Engine.
 

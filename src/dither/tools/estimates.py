@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dither.console import ProgressBars, counter
-from dither.data import Batch
+from dither.data import Batch, open_corpus
 from dither.errors import UserError
 from dither.models.open import find_model
 from dither.nn import Linear
@@ -23,9 +23,9 @@ from dither.snip.settings import Estimator
 from dither.spec import Plan
 from dither.spec.random import Stream
 from dither.train import config
-from dither.train.files import CONFIG
+from dither.train.config import CONFIG
 from dither.train.ranks import joined
-from dither.train.trainer import Trainer, open_corpus
+from dither.train.trainer import Trainer
 
 
 class RunEstimates(NamedTuple):
@@ -110,6 +110,6 @@ def _restored(path: str, device: str | None, emulate: bool, fallback: str | None
         if ranks.world > 1:
             raise UserError("dither plan runs in one process: start it without torchrun.")
         with bars.stage(f"Reading {path}"):
-            trainer = Trainer(run, open_corpus(run, folder, ranks), ranks, initial=False)
+            trainer = Trainer(run, open_corpus(run.data, folder, once=ranks.once), ranks, initial=False)
             trainer.restore(found.path)
         yield trainer

@@ -28,7 +28,7 @@ from dither.data import BYTES, is_prepared, load_tokenizer, open_tokens
 from dither.data.text import STDLIB
 from dither.errors import UserError
 from dither.models import PRESETS, parameter_count, preset
-from dither.models.settings import Model
+from dither.models.sizes import Model
 from dither.report.ladder import LadderReport, Result, read_result
 from dither.settings import Count, OneOf, check, from_table, parse
 from dither.tools.arms import SHARED, Arm, find_field

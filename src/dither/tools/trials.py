@@ -28,8 +28,7 @@ from dither.report.watch import Follower
 from dither.settings import differences, value_at
 from dither.tools.arms import Arm, Sweep, axis_value
 from dither.train import config as configs
-from dither.train.config import Config, Data, Optim, RunSettings
-from dither.train.files import CONFIG
+from dither.train.config import CONFIG, Config, Data, Optim, RunSettings
 from dither.train.guard import Signals
 from dither.train.loop import Outcome, train
 from dither.train.records import Progress

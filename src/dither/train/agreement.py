@@ -90,8 +90,9 @@ def check_facts(ranks: Ranks, facts: Mapping[str, str]) -> None:
     """
     if ranks.world == 1:
         return
-    shown = {name: value if len(value) <= 80 else hashlib.sha256(value.encode()).hexdigest() for name, value in facts.items()}
-    gathered = [dict(line.split("\t", 1) for line in text.splitlines()) for text in ranks.gather(_lines(shown))]
+    short = {name: " ".join(value.split()) for name, value in facts.items()}
+    shown = {name: value if len(value) <= 80 else hashlib.sha256(value.encode()).hexdigest() for name, value in short.items()}
+    gathered = ranks.gather(shown)
     names = dict.fromkeys(name for found in gathered for name in found)
     # A part of a model that is cut is on some ranks only.
     values = {name: [found.get(name, None if " in part (" in name else "missing") for found in gathered] for name in names}
@@ -100,10 +101,6 @@ def check_facts(ranks: Ranks, facts: Mapping[str, str]) -> None:
         said = "; ".join(_difference(name, values[name]) for name in different[:3])
         more = f"; and {len(different) - 3} more" if len(different) > 3 else ""
         raise everywhere(UserError(f"The ranks differ: {said}{more}. Start every rank with the same config, data and code."))
-
-
-def _lines(facts: Mapping[str, str]) -> str:
-    return "\n".join(f"{name}\t{' '.join(value.split())}" for name, value in facts.items())
 
 
 def _difference(name: str, values: Sequence[str | None]) -> str:
@@ -186,13 +183,9 @@ def compare_states(trainer: Trainer) -> None:
     values = ranks.add(totals).tolist()
     if all(len({values[rank] for rank in same}) == 1 for same in trainer.layout.replicas):
         return
-    lists = [text.split() for text in ranks.gather(" ".join([*tensors, *map(str, own.tolist())]))]
+    everyone = ranks.gather(dict(zip(tensors, own.tolist(), strict=True)))
     same = next(same for same in trainer.layout.replicas if len({values[rank] for rank in same}) > 1)
-    found = [lists[rank] for rank in same]
-    count = len(found[0]) // 2
-    names = [
-        name for index, name in enumerate(found[0][:count]) if len({tuple(each[count + index :][:1]) for each in found}) > 1
-    ]
+    names = [name for name in everyone[same[0]] if len({everyone[rank].get(name) for rank in same}) > 1]
     first = _title(names[0]) if names else "their number"
     raise everywhere(
         DisagreementError(
@@ -227,10 +220,10 @@ def recompute(trainer: Trainer) -> None:
     rank.
     """
     ranks, sharded = trainer.ranks, trainer.layout.cut
-    once = _computed_by_all(trainer)
+    once = ranks.gather(_computed(trainer))
     if ranks.world > 1 and not sharded and len(set(once)) == 1:
         return
-    again = _computed_by_all(trainer)
+    again = ranks.gather(_computed(trainer))
     unsteady = [rank for rank, pair in enumerate(zip(once, again, strict=True)) if pair[0] != pair[1]]
     if not unsteady and (sharded or ranks.world == 1):  # of parts, a wrong bit of one rank may reach all of them
         return
@@ -245,27 +238,16 @@ def recompute(trainer: Trainer) -> None:
     )
 
 
-def _computed_by_all(trainer: Trainer) -> list[int]:
-    """Return what `_computed` gives on every rank."""
-    own = _computed(trainer)
-    return [int(text) for text in trainer.ranks.gather(str(own))] if trainer.ranks.world > 1 else [own]
-
-
 def _computed(trainer: Trainer) -> int:
     """Return the digest of the loss and the gradients of the first micro-batch of rank 0, in deterministic kernels."""
     data, ranks = trainer.config.data, trainer.ranks
     world = trainer.layout.data_world
     batch = trainer.loader.batch(trainer.done + trainer.offset, 0, world, (0, trainer.parts)).to(ranks.device)
-    parameters = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     with untouched(trainer.model), _deterministic():
         torch.manual_seed(trainer.done)  # the same dropout on every rank
         with step_context(trainer.model, step=trainer.done) as at:
             at.row(batch.first * data.sequence)
-            if trainer.layout.cut:  # FSDP2 hands out gradients in backward only
-                loss, gradients = trainer.passes.aside(batch), [parameter.grad for parameter in parameters]
-            else:
-                loss = trainer.passes.loss(trainer.model, batch)
-                gradients = list(torch.autograd.grad(loss, parameters, allow_unused=True))
+            loss, gradients = trainer.passes.trial(batch)
             found = digests([loss, *(local(gradient) for gradient in gradients if gradient is not None)])
     return int((found * _odd_numbers(0, found.numel(), found.device)).sum())
 

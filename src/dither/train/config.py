@@ -12,9 +12,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal
 
+from dither.data.settings import Data as Data
 from dither.errors import UserError
 from dither.files import Refused, read_text
-from dither.models.settings import Lora, Model
+from dither.models.sizes import Lora, Model
 from dither.settings import AtLeast, Count, Field, Interval, OneOf, Seed, Share, Within, check, fields_of, from_table, parse
 from dither.settings import dumps as dumps
 from dither.settings import override as override
@@ -25,41 +26,24 @@ from dither.spec.optimizer import BLOCKS, WHOLE
 from dither.spec.recipes import ALIASES, MEASURED, RECIPES, recipe, recipe_name
 from dither.spec.schedule import beginnings, check_name, is_file, split_forward
 
+CONFIG, PLAN, CONVERSION, ENVIRONMENT = "config.toml", "plan.json", "conversion.json", "environment.json"
+"""Files within the folder of a run: its config, its first plan, the precision of each layer, and what else it depends on."""
+PLANS = "plans.json"
+"""The plans of a run that cannot be made again from its config alone: those of files, and of fp8-auto."""
+METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
+ORIGIN, CHANGES = "origin.json", "changes.jsonl"
+"""The origin of the initial weights; and the changes of the config when the run was resumed."""
+TOKENIZER_FILES = "tokenizer"
+"""The files of the tokenizer, with its chat template, if it has more than a tokenizer.json."""
+TRACKERS = "trackers.json"
+"""The identities of a run at its trackers."""
+BITWIDTHS = "bitwidths.json"
+"""The learned bitwidths of the blocks of each layer at the last evaluation, for reports."""
+
 SAMPLING_KEY = "precision.sampling"
 """An optional section of its own."""
 
 Beta = Annotated[float, Within(0, 1, open_above=True)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Data:
-    """The training text, and how it is divided into batches."""
-
-    sources: tuple[str, ...] = ()
-    """Files, globs, folders or datasets; none means the source code of Python's standard library."""
-    kind: Literal["text", "chat"] = "text"
-    """text, or chat: conversations and instructions in JSON lines, of which only the replies count towards the loss."""
-    tokenizer: str = "bytes"
-    """bytes, or the path of a tokenizer.json; that of a prepared folder is used by itself."""
-    sequence: Count = 128
-    """Tokens per sequence."""
-    batch: Count = 16
-    """Sequences per optimizer step, over all micro-batches and ranks."""
-    micro_batch: Count | None = None
-    """Sequences per forward pass, a divisor of the batch; by default the whole batch."""
-    held_out: Annotated[float, Within(0, 1, open_below=True, open_above=True)] = 0.05
-    """Fraction of documents that are held out for evaluation and never trained on."""
-    seed: Seed = 0
-    """Seed of the order of the sequences."""
-
-    def __post_init__(self) -> None:
-        check("data", self)
-        if self.kind == "chat" and not self.sources:
-            raise UserError("data.kind='chat' needs conversations: name JSON lines or a prepared folder in data.sources.")
-        if "" in (*self.sources, self.tokenizer):
-            raise UserError("data.sources and data.tokenizer are names or paths, and one of them is empty.")
-        if self.micro_batch is not None and self.batch % self.micro_batch:
-            raise UserError(f"data.micro_batch={self.micro_batch} does not divide data.batch={self.batch}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +54,8 @@ class Optim:
     """adamw, or adam-mini, which has one second moment per row or head."""
     lr: Annotated[float, Within(0, open_below=True)] = 3e-3
     """Peak learning rate; 3e-3 suits the tiny model, larger models need less: 6e-4 at 124M, 3e-4 at 1B."""
-    min_lr: float = 0.0
-    """Learning rate at the end of cosine and wsd."""
+    min_lr: float | None = None
+    """Learning rate at the end of cosine and wsd; by default a tenth of lr, which stochastic rounding needs to move weights."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay rates of the first and second moments."""
     eps: Annotated[float, Within(1e-30, 1e30)] = 1e-8
@@ -91,9 +75,15 @@ class Optim:
     decay: Share = 0.2
     """Fraction of the steps, at the end, in which wsd decays."""
 
+    @property
+    def last_lr(self) -> float:
+        """The learning rate at the end of cosine and wsd."""
+        return self.lr / 10 if self.min_lr is None else self.min_lr
+
     def __post_init__(self) -> None:
         check("optim", self)
-        Within(0, self.lr).check("optim.min_lr", self.min_lr)
+        if self.min_lr is not None:
+            Within(0, self.lr).check("optim.min_lr", self.min_lr)
         if self.release_gradients and self.max_norm and self.clip_norm == "current":
             raise UserError(
                 f"optim.release_gradients uses gradients before the norm of all is known, and optim.max_norm={self.max_norm:g} "
@@ -464,10 +454,6 @@ class Parallel:
         return sizes
 
 
-TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
-"""Other places to which metrics can be sent."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
     """The length and the folder of the run, and the intervals of its outputs. An interval of 0 means never."""
@@ -494,7 +480,7 @@ class RunSettings:
     """Prompt of the samples; by default the first words of a held-out document. An empty prompt starts a document."""
     sample_tokens: Annotated[int, AtLeast(0)] = 120
     """Tokens per sample."""
-    track: tuple[Annotated[str, OneOf(TRACKERS)], ...] = ()
+    track: tuple[Annotated[str, OneOf(("tensorboard", "wandb", "trackio", "mlflow"))], ...] = ()
     """Also send metrics to tensorboard, wandb, trackio or mlflow, if installed."""
     profile: tuple[int, ...] = ()
     """First and last step of a window that torch.profiler traces into the folder, such as [20, 22]."""
@@ -625,7 +611,7 @@ def schedule(config: Config, step: int) -> float:
         share = min(1.0, (steps - step) / decay) if decay else 1.0
     else:
         return optim.lr
-    return optim.min_lr + (optim.lr - optim.min_lr) * share
+    return optim.last_lr + (optim.lr - optim.last_lr) * share
 
 
 def load(path: str | Path) -> Config:

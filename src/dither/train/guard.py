@@ -1,4 +1,4 @@
-"""Watch over a run: NaN, Inf and loss spikes, signals, and the file with its status."""
+"""Watch over a run: NaN, Inf and loss spikes, and signals."""
 
 import math
 import os
@@ -7,13 +7,11 @@ import statistics
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import Any, Literal
-
-from torch import Tensor
 
 from dither.errors import UserError
 from dither.train.config import Policy
@@ -149,12 +147,9 @@ class Guard:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore a state. After a rollback, the rollbacks since the checkpoint still count."""
-        saved = (
-            {"overflows": 0, "skipped": [], "overflowed": [], **state} if isinstance(state, Mapping) else {}
-        )  # missing in early versions
-        right = all(
-            type(count := saved.get(key)) is int and count >= 0 for key in ("skips", "overflows", "rollbacks", "in_a_row")
-        )
+        saved = state if isinstance(state, Mapping) else {}
+        counts = [saved.get(key) for key in ("skips", "overflows", "rollbacks", "in_a_row")]
+        right = all(type(count) is int and count >= 0 for count in counts)
         for key, kinds in (("losses", (int, float)), ("outliers", (bool,)), ("skipped", (bool,)), ("overflowed", (bool,))):
             values = saved.get(key)
             right = right and isinstance(values, list) and all(type(value) in kinds for value in values)
@@ -175,16 +170,6 @@ OVERFLOWS = " Start from a smaller loss_scaling.init_scale, lower the learning r
 def _ordinal(number: int) -> str:
     ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{ending}"
-
-
-def first_nonfinite(tensors: Iterable[tuple[str, Tensor | None]]) -> str:
-    """Return the name of the first tensor with NaN or Inf, or "". Synchronizes with the device once per tensor.
-
-    >>> import torch
-    >>> first_nonfinite([("a", torch.ones(2)), ("b", torch.tensor([1.0, float("nan")]))])
-    'b'
-    """
-    return next((name for name, tensor in tensors if tensor is not None and not bool(tensor.isfinite().all())), "")
 
 
 # Signals --------------------------------------------------------------------------------------------------------------
@@ -289,6 +274,3 @@ class Signals:
         for each, handler in self._before.items():
             signal.signal(each, signal.SIG_DFL if handler is None else handler)  # None: it was not Python's
         sys.unraisablehook = self._unraisable
-
-
-# Status ---------------------------------------------------------------------------------------------------------------

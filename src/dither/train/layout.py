@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule
@@ -189,11 +189,6 @@ class RankLayout:
         if not self.cut:
             return flag
         return bool(self.ranks.add(torch.tensor(float(flag), device=self.ranks.device)))
-
-    def same_windows(self, tokens: Tensor) -> tuple[Tensor, int]:
-        """Return this rank's share of sequences, and the number of sequences for which every rank must run a pass."""
-        share = tokens.tensor_split(self.data_world)[self.data_rank]
-        return share, -(-len(tokens) // self.data_world) if self.cut else len(share)
 
 
 def check_mode(config: Config) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,20 +19,25 @@ from dither import checkpoint, files
 from dither.checkpoint import Saver
 from dither.console import silent
 from dither.data import Batch, Prefetch
+from dither.data.corpus import open_corpus, unigram_entropy
 from dither.errors import DitherError, UserError
+from dither.evaluate.held_out import Perplexity
+from dither.models.lora import check_peft
 from dither.train import agreement, trackers
-from dither.train.config import Config, dumps
-from dither.train.files import BITWIDTHS, CHECKPOINTS
+from dither.train.config import BITWIDTHS, CHECKPOINTS, Config, dumps
 from dither.train.guard import GRACE, Interrupted, Signals
 from dither.train.layout import RankLayout, check_chat, check_layout, check_snip
 from dither.train.ranks import LostRankError, Ranks, joined
 from dither.train.records import DrawLayers, Metrics, Progress, Records
 from dither.train.resume import resolved
-from dither.train.run_folder import RunFolder, reason_of, write_file
-from dither.train.trainer import Evaluation, Numbers, Trainer, open_corpus, restore_newest, unigram_entropy
+from dither.train.run_folder import RunFolder, reason_of
+from dither.train.trainer import Numbers, Trainer, restore_newest
 
 SIGNALS = {"SIGINT": 1.0, "SIGTERM": 1024.0}
 """The number that a rank adds to the sum over ranks when it gets a signal: the sum shows if any of them was a SIGTERM."""
+
+STATES: dict[str, Literal["done", "stopped", "interrupted"]] = {"done": "done", "guard": "stopped", "signal": "interrupted"}
+"""The last status of a run that ends in each way."""
 
 BEHIND = {"cuda": 1}
 """Number of steps by which the host follows a device, so that a GPU never waits for it."""
@@ -98,9 +103,11 @@ def train(
     trackers.check_trackers(config.run.track)
     if resume not in (True, False, "auto"):
         raise UserError(f"resume is True, False or 'auto', not {resume!r:.40}.")
-    with joined(config.run.device) as ranks, Signals() as signals, _own_generators(ranks.device), ExitStack() as stack:
+    with joined(config.run.device) as ranks, Signals() as signals, ExitStack() as stack:
+        # Steps seed torch's generators, which are restored for the caller.
+        stack.enter_context(torch.random.fork_rng([ranks.device] if ranks.device.type == "cuda" else []))
         progress = progress if ranks.main else None
-        folder = RunFolder(Path(config.run.out), ranks, _silent if progress is None else progress.say)
+        folder = RunFolder(Path(config.run.out), ranks, (lambda _: None) if progress is None else progress.say)
         run: Run | None = None
         if ranks.heartbeat is not None:
             ranks.heartbeat.interrupted = lambda: bool(signals.received)
@@ -135,10 +142,6 @@ def train(
             raise known from None
 
 
-def _silent(text: str) -> None:
-    """Show nothing."""
-
-
 def _build(
     config: Config, folder: RunFolder, ranks: Ranks, signals: Signals, progress: Progress | None
 ) -> tuple[Trainer, int | None]:
@@ -150,10 +153,11 @@ def _build(
     with ranks.shared_errors():
         check_snip(config)
         check_layout(config, ranks.world)
+        check_peft(config.lora)
     layout = RankLayout.of(config, ranks)
     with ranks.shared_errors():
         with stage("Reading the text") as tick:
-            corpus = open_corpus(config, folder.path, ranks, say=folder.say, tick=tick)
+            corpus = open_corpus(config.data, folder.path, once=ranks.once, say=folder.say, tick=tick)
         if corpus.template is not None:
             check_chat(config.parallel)
         saved = folder.resuming and any((folder.path / CHECKPOINTS).glob("step-*"))
@@ -267,7 +271,7 @@ class Run:
         self.pending: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
         """Steps whose numbers the host has not read: step, numbers, and the event at which they are complete."""
         self.last = Numbers(0, math.nan, math.nan, 0.0, 1.0)
-        self.evaluation: tuple[int, Evaluation] | None = None
+        self.evaluation: tuple[int, Perplexity] | None = None
         """The last evaluation, and its step."""
 
     @property
@@ -312,7 +316,7 @@ class Run:
                         break
         if outcome is None:
             try:
-                outcome = self.end(0, "done", f"All {steps} steps are done{self.skips()}.", "done")
+                outcome = self.end("done", f"All {steps} steps are done{self.skips()}.")
             except Interrupted as told:  # in the last evaluation
                 outcome = self.interrupted(str(told))
         return outcome
@@ -404,7 +408,7 @@ class Run:
         event = "overflow" if overflow else "spike" if decision.action == "warn" else decision.action
         self.records.write("guard", step=numbers.number, event=event, text=decision.why, where=where)
         if decision.action == "stop":
-            return self.end(3, "guard", decision.why, "stopped")
+            return self.end("guard", decision.why)
         if decision.action == "rollback":
             self.roll_back(numbers.number, decision.since)
         return None
@@ -450,13 +454,13 @@ class Run:
         with self.records.timed("evaluation"):
             found = trainer.evaluate()
             self.evaluation = trainer.done, found
-            self.records.write("eval", **found._asdict())
+            self.records.write("eval", loss=found.loss, bits_per_byte=found.bits_per_byte, tokens=found.tokens)
             joins = self.ranks.main or trainer.layout.cut  # bitwidths of a sharded model are gathered
             if joins and (bitwidths := trainer.bitwidths()) is not None:
                 self.records.write("bitwidths", layers=bitwidths)
                 blocks = {"version": 1, "step": trainer.done, "layers": trainer.block_bitwidths()}
                 if self.ranks.main:
-                    write_file(self.folder.path / BITWIDTHS, json.dumps(blocks).encode())
+                    files.write(self.folder.path / BITWIDTHS, json.dumps(blocks).encode())
             self.folder.status("running", trainer.done)
         self.records.seconds_line()
 
@@ -491,23 +495,16 @@ class Run:
         """Save a checkpoint after a signal, and return the outcome."""
         self.save()
         self.saver.wait()
-        why = f"Received {received}; step {self.trainer.done} is saved."
-        return self.end(_code(received), "signal", why, "interrupted")
+        return self.end("signal", f"Received {received}; step {self.trainer.done} is saved.", received)
 
     def abandoned(self, received: str) -> Outcome:
         """End the run in the middle of a step, such as one that compiles. It may have changed histories, so it is not saved."""
         self.ranks.ends_after(received)
         self.saver.wait()
         why = f"Received {received}; step {self.trainer.done + 1} did not end within {GRACE:g} s and was abandoned."
-        return self.end(_code(received), "signal", why, "interrupted")
+        return self.end("signal", why, received)
 
-    def end(
-        self,
-        code: Literal[0, 3, 130, 143],
-        how: Literal["done", "guard", "signal"],
-        why: str,
-        state: Literal["done", "stopped", "interrupted"],
-    ) -> Outcome:
+    def end(self, how: Literal["done", "guard", "signal"], why: str, received: str = "") -> Outcome:
         """Write the last lines and, if the run is done, the last checkpoint. Return the outcome."""
         trainer, records = self.trainer, self.records
         if how == "done":
@@ -516,12 +513,24 @@ class Run:
                 self.save()
         self.saver.wait()
         records.seconds_line()
-        loss, bits = (None, None) if self.evaluation is None else self.evaluation[1][:2]
+        last = None if self.evaluation is None else self.evaluation[1]
+        loss, bits = (None, None) if last is None else (last.loss, last.bits_per_byte)
         self._last_line(how, why, loss, bits)
-        self.folder.status(state, trainer.done, why)
-        unigram, guard = unigram_entropy(trainer.corpus), trainer.guard
-        seconds, folder = records.seconds, self.folder.path
-        return Outcome(code, how, why, trainer.done, loss, bits, unigram, seconds, folder, guard.skips, guard.overflows)
+        self.folder.status(STATES[how], trainer.done, why)
+        guard = trainer.guard
+        return Outcome(
+            code=_code(received) if how == "signal" else 0 if how == "done" else 3,
+            how=how,
+            why=why,
+            step=trainer.done,
+            loss=loss,
+            bits_per_byte=bits,
+            unigram=unigram_entropy(trainer.corpus),
+            seconds=records.seconds,
+            folder=self.folder.path,
+            skipped=guard.skips,
+            overflows=guard.overflows,
+        )
 
     def failed(self, error: BaseException) -> None:
         """Record the error that ends the run."""
@@ -558,15 +567,9 @@ def _interrupted_early(run: Run | None, folder: RunFolder, received: str, began:
     if run is not None:
         folder.status("interrupted", run.trainer.done, why)
     else:
-        folder.remove_partial_tokens()
         folder.abandon(Interrupted(received))
     step = 0 if run is None else run.trainer.done
     return Outcome(_code(received), "signal", why, step, None, None, None, time.monotonic() - began, folder.path)
-
-
-def _own_generators(device: torch.device) -> Any:
-    """Restore torch's generators, which steps seed, for the caller."""
-    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def _to_host(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

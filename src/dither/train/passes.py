@@ -2,8 +2,8 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from dither.data import Batch
 from dither.errors import UserError
 from dither.models import CausalLM
-from dither.nn import step_context
-from dither.nn.compile import GraphedPasses as GraphedPasses
+from dither.nn import GraphedPasses, Linear, step_context
+from dither.nn.step import untouched
+from dither.ops.ranks import local
 from dither.optim import Training
 from dither.train.layout import RankLayout
 from dither.train.pipeline import Pipeline
@@ -180,21 +181,103 @@ class Passes:
         """Return a micro-batch's share of the mean loss; NaN gradients let the optimizer skip the step."""
         return loss * torch.where(loss.detach().isfinite() & self.sound, self._share, torch.nan)
 
-    def aside(self, part: Batch) -> Tensor:
-        """Run a micro-batch forward and backward, and return its loss; its gradients, reduced over ranks, are left to read."""
-        if self.pipeline is not None:
-            found = self.pipeline.estimate(part, self.training)
-            return torch.zeros_like(self._share) if found is None else found
-        self.layout.synchronize(self.model, last=True)
-        loss = self.loss(self.model, part)
-        self.training.backward(loss)
-        return loss.detach()
-
     def loss(self, model: nn.Module, part: Batch) -> Tensor:
         """Return the mean loss of a micro-batch, 0-d, in the compute dtype of the run."""
         return self._forward(model, part.inputs, part.targets)
+
+    def trial(self, part: Batch) -> tuple[Tensor, list[Tensor | None]]:
+        """Return the loss of a micro-batch and this rank's gradients, which are reduced over ranks if the model is cut."""
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        if not self.layout.cut:
+            loss = self.loss(self.model, part)
+            return loss, list(torch.autograd.grad(loss, parameters, allow_unused=True))
+        if self.pipeline is not None:
+            found = self.pipeline.estimate(part, self.training)
+            loss = torch.zeros_like(self._share) if found is None else found
+        else:  # FSDP2 hands out gradients in backward only
+            self.layout.synchronize(self.model, last=True)
+            loss = self.loss(self.model, part)
+            self.training.backward(loss)
+        return loss.detach(), [parameter.grad for parameter in parameters]
+
+    def warm_up(self, batch: Batch, step: int) -> None:
+        """Run the first micro-batch of the next step forward and backward without any effect, so that blocks are compiled."""
+        if self.pipeline is not None:  # its first step compiles
+            return
+        part = next(iter(batch.split(self.parts)))
+        with suppress(_NoEffect), magnitudes_kept(self.model), step_context(self.model, step=step) as at:
+            at.row(part.first * self.sequence)
+            self.trial(part)
+            if self.layout.cut:
+                self.training.optimizer.zero_grad()
+            raise _NoEffect
+
+    def replay(self, batch: Batch, step: int) -> str:
+        """Return the first weight, output or gradient that is not finite in a step, in words, or "". Nothing changes.
+
+        Args:
+            batch: This rank's share of the batch.
+            step: The step, from 0, whose update has not changed the model.
+        """
+        if weight := nonfinite_weight(self.model):
+            return weight
+        found: list[str] = []
+
+        def look(name: str, output: object) -> None:
+            first = output[0] if isinstance(output, tuple) and output else output
+            if not found and isinstance(first, Tensor) and first_nonfinite([(name, local(first))]):
+                found.append(f"the output of {name}")
+
+        with untouched(self.model), ExitStack() as hooks:
+            for name, module in self.model.named_modules():
+                if name:
+                    hook = module.register_forward_hook(lambda _, __, output, name=name: look(name, output))
+                    hooks.callback(hook.remove)
+            with step_context(self.model, step=step) as at:
+                for part in batch.split(self.parts):
+                    at.row(part.first * self.sequence)
+                    loss = self.loss(self.model, part)
+                    if not found and first_nonfinite([("loss", loss.detach())]):
+                        found.append("the loss")
+                    self.training.backward(loss)
+            # Backward runs from the last layer to the first.
+            gradients = [(name, local(parameter.grad)) for name, parameter in self.model.named_parameters()]
+            bad = first_nonfinite(reversed(gradients))
+        return found[0] if found else f"the gradient of {bad}" if bad else ""
 
     def _forward(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         with self.training.forward():
             loss: Tensor = model(inputs, targets)
         return loss
+
+
+@contextmanager
+def magnitudes_kept(model: nn.Module) -> Iterator[None]:
+    """Restore the largest magnitudes that delayed scaling has seen in the step, which passes inside raise."""
+    layers = [module for module in model.modules() if isinstance(module, Linear)]
+    seen = [getattr(layer, f"_{operand}_largest") for layer in layers for operand in layer.delayed.operands]
+    kept = [magnitude.clone() for magnitude in seen]
+    try:
+        yield
+    finally:
+        if seen:
+            torch._foreach_copy_(seen, kept)
+
+
+class _NoEffect(Exception):  # noqa: N818 - not an error: it leaves a step_context without any effect
+    pass
+
+
+def nonfinite_weight(model: nn.Module) -> str:
+    """Return the first weight of this rank that is not finite, in words, or ""."""
+    weight = first_nonfinite((name, local(parameter)) for name, parameter in model.named_parameters())
+    return f"the weight {weight}" if weight else ""
+
+
+def first_nonfinite(tensors: Iterable[tuple[str, Tensor | None]]) -> str:
+    """Return the name of the first tensor with NaN or Inf, or "". Synchronizes with the device once per tensor.
+
+    >>> first_nonfinite([("a", torch.ones(2)), ("b", torch.tensor([1.0, float("nan")]))])
+    'b'
+    """
+    return next((name for name, tensor in tensors if tensor is not None and not bool(tensor.isfinite().all())), "")

@@ -116,9 +116,7 @@ class Pipeline:
 
     # A step ------------------------------------------------------------------------------------------------------------
 
-    def gradients(
-        self, batch: Batch, at: StepContext, training: Training, weigh: Callable[[Tensor], Tensor], parts: int | None = None
-    ) -> list[Tensor]:
+    def gradients(self, batch: Batch, at: StepContext, training: Training, weigh: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """Run all micro-batches of a step forward and backward. Return their losses; none without the last stage.
 
         Args:
@@ -126,10 +124,8 @@ class Pipeline:
             at: The step, whose row is set for each micro-batch.
             training: The compute dtype of the run.
             weigh: Returns what is differentiated for the loss of a micro-batch.
-            parts: Micro-batches; by default those of a step.
         """
-        parts = parts or self.parts
-        size, sequence = len(batch.tokens) // parts, self.config.data.sequence
+        size, sequence = len(batch.tokens) // self.parts, self.config.data.sequence
         losses: list[Tensor] = []
 
         def compute(loss: Tensor, _: Tensor) -> Tensor:
@@ -139,7 +135,7 @@ class Pipeline:
         with ExitStack() as stack:
             for stage in self.stages.values():
                 _MicroBatches(at, batch.first * sequence, size * sequence, training).watch(stage, stack)
-            self._run(self._schedule(parts, size, compute), training, batch)
+            self._run(self._schedule(self.parts, size, compute), training, batch)
         return losses
 
     def _run(self, schedule: Any, training: Training, batch: Batch) -> None:

@@ -1,6 +1,5 @@
 """The plans of a run: those of its schedule, and on top of them those that SNIP chooses."""
 
-import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -20,9 +19,8 @@ from dither.snip.savings import LayerTimes, Shape
 from dither.spec import Plan
 from dither.spec.recipes import MEASURED, recipe
 from dither.spec.schedule import PlanSchedule, split_forward
-from dither.train.config import Config
-from dither.train.files import PLANS
-from dither.train.ranks import Ranks, everywhere
+from dither.train.config import PLANS, Config
+from dither.train.ranks import Ranks
 
 VERSION = 1
 
@@ -185,16 +183,12 @@ def measured_plan(config: Config, model: nn.Module, ranks: Ranks, tokens: int, s
     rows: dict[Shape, dict[str, float]] = {}
     times = LayerTimes("", "", rows)
     for shape, layers in shapes.items():  # one exchange per shape, so that no rank waits long
-        text, error = "", ""
-        try:
+        row: Any = None
+        with ranks.shared_errors():
             if ranks.main:
                 found = times_of({shape: layers}, options, ranks.device, config.precision.times)
-                text = json.dumps([found.device, found.torch, found.seconds[shape]])
-        except UserError as problem:
-            error = str(problem)
-        if error := ranks.first_error(error):
-            raise everywhere(UserError(error))
-        device, version, rows[shape] = json.loads(ranks.gather(text)[0])
+                row = found.device, found.torch, dict(found.seconds[shape])
+        device, version, rows[shape] = ranks.gather(row)[0]
         times = LayerTimes(device, version, rows)
     choices = choose_by_time(shapes, times, options)
     say(choice_table(choices, times.device))

@@ -1,6 +1,7 @@
-"""Data parallelism: each rank computes its share of every batch, and gradients are all-reduced.
+"""The ranks of a run: how they join, exchange values and errors, and learn which of them was lost.
 
-`torchrun --nproc-per-node=2 -m dither.cli train` starts the ranks. Every rank holds the whole model.
+`torchrun --nproc-per-node=2 -m dither.cli train` starts them. When a rank dies, the backends of torch.distributed say that a
+connection was lost, and torchrun ends all ranks. The heartbeat says which rank it was, why it ended, and in which step.
 """
 
 import json
@@ -13,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +25,8 @@ from torch.distributed.rendezvous import rendezvous
 from dither.errors import DitherError, UserError
 from dither.ops import ranks
 from dither.train.guard import Interrupted
+
+T = TypeVar("T")
 
 EVERY = 1.0
 """Seconds between two beats."""
@@ -84,7 +86,6 @@ class Heartbeat:
             each.set_timeout(ANSWER)
         self._meetings = 0
         self._name = f"process {os.getpid()} on {socket.gethostname()}"
-        self._namespace = _namespace()
         self.interrupted: Callable[[], bool] = lambda: False
         """Returns True if this process should end soon: `together` then waits no longer than needed."""
         self._stop = threading.Event()
@@ -93,7 +94,7 @@ class Heartbeat:
         self._thread.start()
 
     def _beat(self, count: int) -> None:
-        self._thread_store.set(f"beat/{self.rank}", f"{count} {self._namespace} {self._name}")
+        self._thread_store.set(f"beat/{self.rank}", f"{count} {self._name}")
 
     def _run(self) -> None:
         with suppress(RuntimeError):  # the store has ended, and with it the run
@@ -128,7 +129,7 @@ class Heartbeat:
             found, looked = self._beats(watched), time.monotonic()
             since |= {rank: looked for rank in watched if found[rank] != beats[rank]}
             beats, limit = found, SILENCE if self.interrupted() else FROZEN
-            silent = [rank for rank in watched if looked - since[rank] > limit or self._is_gone(beats[rank])]
+            silent = [rank for rank in watched if looked - since[rank] > limit]
             if silent:
                 self._post(Verdict(self._names(silent, beats), silent=len(silent)))
             if self.verdict is not None:
@@ -137,15 +138,13 @@ class Heartbeat:
     def diagnose(self) -> Verdict:
         """Return the rank that was lost, after a connection has failed. It takes up to four seconds."""
         try:
-            end, ranks = time.monotonic() + SILENCE, [rank for rank in range(self.world) if rank != self.rank]
-            before = self._beats(ranks)
-            silent: list[int] = []
-            while self.verdict is None and not silent and time.monotonic() < end:
+            ranks = [rank for rank in range(self.world) if rank != self.rank]
+            end, before = time.monotonic() + SILENCE, self._beats(ranks)
+            while self.verdict is None and time.monotonic() < end:
                 time.sleep(0.05)
-                silent = [rank for rank in ranks if self._is_gone(before[rank])]
             if self.verdict is None:
                 now = self._beats(ranks)
-                silent = silent or [rank for rank in ranks if now[rank] == before[rank]]
+                silent = [rank for rank in ranks if now[rank] == before[rank]]
                 self._post(Verdict(self._names(silent, now) if silent else "another rank", silent=len(silent)))
         except RuntimeError:
             if self.verdict is None:
@@ -199,32 +198,12 @@ class Heartbeat:
         return Verdict("rank 0, whose process held the addresses of all ranks" if self.hosted else "torchrun")
 
     def _names(self, ranks: list[int], beats: dict[int, str]) -> str:
-        return " and ".join(f"rank {rank} ({beats[rank].split(' ', 2)[2]:.200})" for rank in ranks)
-
-    def _is_gone(self, beat: str) -> bool:
-        """Return whether the process of a beat runs on this machine no more; False if it is on another."""
-        _, namespace, name = beat.split(" ", 2)
-        if namespace != self._namespace or not namespace:
-            return False
-        try:
-            state = Path("/proc", name.split()[1], "stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return True
-        return state in "ZX"
+        return " and ".join(f"rank {rank} ({beats[rank].split(' ', 1)[1]:.200})" for rank in ranks)
 
     def _post(self, verdict: Verdict) -> None:
         """Publish a verdict, unless another rank already has: all ranks report the first one."""
         text = json.dumps(asdict(verdict))
         self.verdict = Verdict(**json.loads(self._ask(lambda: self._store.compare_set("verdict", "", text), SILENCE)))
-
-
-def _namespace() -> str:
-    """Return what is the same for processes that see each other's numbers, or "" if that is not known."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
 
 
 def lost_rank(rank: int, world: int, lost: Verdict, step: int | None = None, what: str = "") -> LostRankError:
@@ -252,6 +231,12 @@ TIMEOUT = timedelta(seconds=120)
 
 GLOO_TIMEOUT = timedelta(seconds=45)
 """The same for gloo, so that a frozen rank is named within a minute. Slow work of a single rank is waited for by heartbeats."""
+
+BEAT = 5.0
+"""Seconds between two exchanges of the ranks: no rank waits for another for longer than the timeout of collectives."""
+
+LEAVING = 10.0
+"""Seconds that interrupted work gets to remove what it has begun."""
 
 REST = r"(?:[^.\n]|\.(?=\S))*"
 """The rest of a sentence: a dot within an address does not end it."""
@@ -374,9 +359,52 @@ class Ranks:
         if error := self.first_error(error):
             raise everywhere(UserError(error))
 
-    def gather(self, text: str) -> list[str]:
-        """Return the text of every rank, in the order of ranks."""
-        return [text] if self.world == 1 else ranks.gather(text)
+    @property
+    def first_on_machine(self) -> bool:
+        """True on the first rank of each machine; where the launcher does not say which that is, only on rank 0."""
+        local = os.environ.get("LOCAL_RANK", "") if self.world > 1 else ""
+        return int(local) == 0 if local.isdecimal() else self.main
+
+    def once(self, work: Callable[[threading.Event], object], *, per_machine: bool = False) -> None:
+        """Do work on rank 0, or on one rank per machine, and return on every rank when it is done; if it fails, all raise.
+
+        It runs in a thread while the ranks exchange signs of life. This keeps signals working, too: the package tokenizers may
+        not return to Python for minutes.
+
+        Args:
+            work: The work. It should end soon after its argument is set, with an InterruptedError.
+            per_machine: Do it on the first rank of each machine.
+
+        >>> Ranks(torch.device("cpu")).once(lambda stop: print("working"))
+        working
+        """
+        stop, failures = threading.Event(), list[BaseException]()
+
+        def run() -> None:
+            try:
+                if self.first_on_machine if per_machine else self.main:
+                    work(stop)
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=run, name="dither-work", daemon=True)
+        thread.start()
+        try:
+            busy = True
+            while busy:
+                thread.join(BEAT)
+                busy = bool(self.add(torch.tensor(int(thread.is_alive()), device=self.device)))
+        except Interrupted:
+            stop.set()
+            thread.join(LEAVING)
+            raise
+        with self.shared_errors():
+            if failures:
+                raise failures[0]
+
+    def gather(self, value: T) -> list[T]:
+        """Return the value of every rank, in the order of ranks."""
+        return [value] if self.world == 1 else ranks.gather(value)
 
 
 Raised = TypeVar("Raised", bound=DitherError)
@@ -394,7 +422,6 @@ def joined(device: str) -> Iterator[Ranks]:
 
     Args:
         device: auto, cpu, cuda or cuda:N.
-
 
     >>> with joined("cpu") as ranks:
     ...     ranks.world
@@ -467,64 +494,3 @@ def _number(name: str, default: int) -> int:
     if not text.isdecimal():
         raise UserError(f"The environment's {name} is a number, which torchrun sets, not {text!r:.40}.")
     return int(text)
-
-
-BEAT = 5.0
-"""Seconds between two exchanges of the ranks: no rank waits for another for longer than the timeout of collectives."""
-
-LEAVING = 10.0
-"""Seconds that interrupted work gets to remove what it has begun."""
-
-
-def first_on_machine(ranks: Ranks) -> bool:
-    """Return whether this is the first rank on its machine; where the launcher does not say so, only rank 0 is.
-
-    >>> first_on_machine(Ranks(torch.device("cpu")))
-    True
-    """
-    local = os.environ.get("LOCAL_RANK", "") if ranks.world > 1 else ""
-    return int(local) == 0 if local.isdecimal() else ranks.main
-
-
-def while_others_wait(ranks: Ranks, work: Callable[[threading.Event], None] | None) -> None:
-    """Do work in a thread, while all ranks exchange signs of life; return when it is done on every rank.
-
-    The thread keeps signals working: the package tokenizers may not return to Python for minutes. If one rank fails, all raise.
-
-    Args:
-        ranks: The ranks of the run.
-        work: The work of this rank, or None. It should end soon after its argument is set, with an InterruptedError.
-
-    >>> while_others_wait(Ranks(torch.device("cpu")), lambda stop: print("working"))
-    working
-    """
-    stop, failures = threading.Event(), list[BaseException]()
-
-    def run() -> None:
-        try:
-            if work is not None:
-                work(stop)
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=run, name="dither-work", daemon=True)
-    thread.start()
-    try:
-        busy = True
-        while busy:
-            thread.join(BEAT)
-            busy = _any(ranks, thread.is_alive())
-    except Interrupted:
-        stop.set()
-        thread.join(LEAVING)
-        raise
-    ours = failures[0] if failures else None
-    if ours is not None and not isinstance(ours, UserError):
-        raise ours
-    if error := ranks.first_error("" if ours is None else str(ours)):
-        raise everywhere(UserError(error))
-
-
-def _any(ranks: Ranks, busy: bool) -> bool:
-    """Return whether any rank is busy."""
-    return busy if ranks.world == 1 else bool(ranks.add(torch.tensor(int(busy), device=ranks.device)))

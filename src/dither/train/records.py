@@ -26,8 +26,7 @@ from dither.errors import UserError
 from dither.nn import Linear
 from dither.ops.ranks import local
 from dither.train import config
-from dither.train.files import METRICS
-from dither.train.run_folder import write_file
+from dither.train.config import METRICS
 from dither.train.trackers import Trackers
 from dither.train.trainer import Numbers, Trainer
 
@@ -133,7 +132,7 @@ class Records:
         def export(found: Any) -> None:
             with tempfile.TemporaryDirectory(prefix="dither-profile-") as scratch:  # not through a link in the run folder
                 found.export_chrome_trace(f"{scratch}/trace.json")
-                write_file(path, Path(scratch, "trace.json").read_bytes())
+                files.write(path, Path(scratch, "trace.json").read_bytes())
 
         with torch.profiler.profile(schedule=rounds, on_trace_ready=export) as found:
             yield found.step

@@ -1,6 +1,7 @@
 """The folder of a run: claimed by one process, described by files, and marked with a status."""
 
 import errno
+import json
 import os
 import platform
 import shutil
@@ -14,11 +15,13 @@ from typing import Any, Literal
 import torch
 
 from dither import files, run_lock
+from dither.data.chat import FILES
+from dither.data.settings import TOKENS
+from dither.data.tokenizer import TOKENIZER
 from dither.errors import DitherError, UserError
 from dither.models.open import origin_of
 from dither.train import config
-from dither.train.config import Config, dumps
-from dither.train.files import (
+from dither.train.config import (
     CHANGES,
     CONFIG,
     CONVERSION,
@@ -28,10 +31,10 @@ from dither.train.files import (
     PLAN,
     PLANS,
     TOKENIZER_FILES,
-    TOKENS,
     TRACKERS,
+    Config,
+    dumps,
 )
-from dither.train.origin import keep_tokenizer, recorded_facts
 from dither.train.plans import plans_file
 from dither.train.ranks import Ranks
 from dither.train.resume import changes_of, check_changes, record_changes
@@ -82,21 +85,21 @@ class RunFolder:
         stack.callback((self.path / Status.RESERVE).unlink, missing_ok=True)
         settings = trainer.config
         if resumed is None:
-            write_file(self.path / PLAN, trainer.conversion.plan.to_json().encode())
+            files.write(self.path / PLAN, trainer.conversion.plan.to_json().encode())
             if trainer.sources:
-                write_file(self.path / PLANS, plans_file(trainer.sources))
+                files.write(self.path / PLANS, plans_file(trainer.sources))
             if (origin := trainer.base or origin_of(settings.model.weights, settings.model.hf)) is not None:
-                write_file(self.path / ORIGIN, files.to_json(origin, ORIGIN))
+                files.write(self.path / ORIGIN, files.to_json(origin, ORIGIN))
                 self.say(f"The initial weights are those of {origin['path']!r}, SHA-256 {origin['sha256']}.")
             keep_tokenizer(settings.data.tokenizer, self.path / TOKENIZER_FILES)
         elif self.changes:
             record_changes(self.path / CHANGES, resumed, self.changes)
             changed = ", ".join(f"{name} from {old} to {new}" for name, (old, new) in self.changes.items())
             self.say(f"From step {resumed} on the config has other values: {changed}.")
-        write_file(self.path / CONFIG, dumps(settings).encode())
-        write_file(self.path / CONVERSION, files.to_json(conversion_record(trainer), CONVERSION))
+        files.write(self.path / CONFIG, dumps(settings).encode())
+        files.write(self.path / CONVERSION, files.to_json(conversion_record(trainer), CONVERSION))
         facts = environment(trainer, command) | recorded_facts(self.path)
-        write_file(self.path / ENVIRONMENT, files.to_json(facts, ENVIRONMENT))
+        files.write(self.path / ENVIRONMENT, files.to_json(facts, ENVIRONMENT))
 
     def status(self, state: Literal["running", "done", "stopped", "interrupted", "failed"], step: int, why: str = "") -> None:
         """Write the status of the run, on rank 0."""
@@ -114,15 +117,10 @@ class RunFolder:
             if (status := Status.load(self.path)).state == "running":
                 Status(state="failed", step=status.step, why=reason_of(error)).save(self.path)
 
-    def remove_partial_tokens(self) -> None:
-        """Remove the tokens that an interrupted new run was preparing."""
-        for left in self.path.glob(f".{TOKENS}.*.partial") if self.ranks.main and not self.resuming else ():
-            shutil.rmtree(left, ignore_errors=True)
-
     def _remove(self, lock: run_lock.RunLock) -> None:
         """Remove the files of a run that never started, the lock last."""
-        shutil.rmtree(self.path / TOKENS, ignore_errors=True)
-        shutil.rmtree(self.path / TOKENIZER_FILES, ignore_errors=True)
+        for left in (self.path / TOKENS, self.path / TOKENIZER_FILES, *self.path.glob(f".{TOKENS}.*.partial")):
+            shutil.rmtree(left, ignore_errors=True)
         for name in (CONFIG, ORIGIN, PLAN, PLANS, CONVERSION, ENVIRONMENT, TRACKERS, METRICS, Status.RESERVE):
             for path in (self.path / name, self.path / f".{name}.new"):
                 with suppress(OSError):
@@ -161,7 +159,7 @@ def _claim(
         ours = (f".{CONFIG}.new", run_lock.FILE, Status.RESERVE, f".{Status.RESERVE}.new")  # left by a kill just below
         if any(path.name not in ours for path in folder.iterdir()):
             raise UserError(f"The folder {str(folder)!r} has other files: choose another folder, such as --out runs/second.")
-        write_file(folder / CONFIG, dumps(now).encode())
+        files.write(folder / CONFIG, dumps(now).encode())
         return None
     except OSError as error:
         lock.release()
@@ -170,14 +168,6 @@ def _claim(
     except BaseException:
         lock.release()
         raise
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file atomically; raise a UserError if it cannot be written."""
-    try:
-        files.replace(path, data)
-    except OSError as error:
-        raise UserError(f"{str(path)!r} cannot be written: {files.reason(error, path)}.") from None
 
 
 def conversion_record(trainer: Trainer) -> dict[str, Any]:
@@ -195,6 +185,53 @@ def conversion_record(trainer: Trainer) -> dict[str, Any]:
         ],
         "left": [{"name": module.name, "why": module.reason} for module in trainer.conversion.left_alone],
     }
+
+
+def keep_tokenizer(source: str, folder: Path) -> None:
+    """Copy the files of a tokenizer into a run, so that exports have its chat template and special tokens.
+
+    Args:
+        source: "bytes", or the path of a tokenizer.json. Without other files beside it, nothing is copied.
+        folder: The folder to write, which may exist.
+    """
+    path = Path(source)
+    place = path if path.is_dir() else path.parent
+    if source == "bytes" or not any(os.path.isfile(place / name) for name in FILES):
+        return
+    try:
+        folder.mkdir(exist_ok=True)
+        for name in (TOKENIZER, *FILES):
+            if os.path.isfile(place / name):
+                files.replace(folder / name, (place / name).read_bytes())
+    except OSError as error:
+        why = files.reason(error, folder)
+        raise UserError(f"The tokenizer cannot be copied from {str(place)!r} to {str(folder)!r}: {why}.") from None
+
+
+def recorded_facts(folder: Path) -> dict[str, str]:
+    """Return the origin of the weights and the changes on resume that a run folder records, as text for reports."""
+    facts: dict[str, str] = {}
+    try:
+        if os.path.lexists(folder / ORIGIN):
+            origin, _ = files.read_json(folder / ORIGIN)
+            if isinstance(origin, dict):
+                facts["initial_weights"] = f"{origin.get('path')}, SHA-256 {origin.get('sha256')}"
+        if os.path.lexists(folder / CHANGES):
+            facts["changes_on_resume"] = "; ".join(map(_change, files.read(folder / CHANGES).decode().splitlines()))
+    except (files.Refused, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"The record of the run in {str(folder)!r} cannot be read: {error}.") from None
+    return facts
+
+
+def _change(line: str) -> str:
+    """Return a line of the record of changes in words.
+
+    >>> _change('{"step": 2, "time": 0, "changes": {"optim.lr": ["0.003", "1e-05"]}}')
+    'from step 2 on optim.lr 1e-05 (before 0.003)'
+    """
+    change = json.loads(line)
+    fields = ", ".join(f"{name} {new} (before {old})" for name, (old, new) in change["changes"].items())
+    return f"from step {change['step']} on {fields}"
 
 
 def environment(trainer: Trainer, command: Sequence[str]) -> dict[str, Any]:
@@ -272,11 +309,7 @@ class Status:
     @classmethod
     def reserve(cls, folder: str | Path) -> None:
         """Take the space that a last status needs if the disk is full then."""
-        path = Path(folder) / cls.RESERVE
-        try:
-            files.replace(path, b"\n" * RESERVED)
-        except OSError as error:
-            raise UserError(f"{str(path)!r} cannot be written: {files.reason(error, path)}.") from None
+        files.write(Path(folder) / cls.RESERVE, b"\n" * RESERVED)
 
     @classmethod
     def observe(cls, folder: str | Path) -> "Status":

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from dither import files
 from dither.errors import UserError
-from dither.train.files import TRACKERS
+from dither.train.config import TRACKERS
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow-skinny"}
 """The package that each tracker needs."""
@@ -73,20 +73,11 @@ class Trackers:
                 self._failed(name, error)
         found = known | {name: each.identity for name, each in self._open.items() if each.identity is not None}
         if found != known:
-            try:
-                files.replace(folder / TRACKERS, files.to_json(found, TRACKERS))
-            except OSError as error:
-                reason = files.reason(error, folder / TRACKERS)
-                raise UserError(f"{str(folder / TRACKERS)!r} cannot be written: {reason}.") from None
+            files.write(folder / TRACKERS, files.to_json(found, TRACKERS))
 
     def log(self, numbers: dict[str, float], step: int) -> None:
         """Log numbers by name at a step."""
-        for name, tracker in list(self._open.items()):
-            try:
-                tracker.log(numbers, step)
-            except Exception as error:
-                del self._open[name]
-                self._failed(name, error)
+        self._each(lambda tracker: tracker.log(numbers, step))
 
     @property
     def shows_images(self) -> bool:
@@ -95,22 +86,27 @@ class Trackers:
 
     def show(self, images: Mapping[str, Any], step: int) -> None:
         """Log images by name at a step, where trackers log images."""
-        for name, tracker in list(self._open.items()):
-            try:
-                for key, image in images.items() if tracker.show is not None else ():
-                    tracker.show(key, image, step)  # type: ignore[misc]
-            except Exception as error:
-                del self._open[name]
-                self._failed(name, error)
+
+        def show(tracker: Tracker) -> None:
+            if tracker.show is not None:
+                for name, image in images.items():
+                    tracker.show(name, image, step)
+
+        self._each(show)
 
     def close(self) -> None:
         """End the runs at all trackers."""
-        for name, tracker in self._open.items():
-            try:
-                tracker.close()
-            except Exception as error:
-                self._failed(name, error)
+        self._each(lambda tracker: tracker.close())
         self._open = {}
+
+    def _each(self, work: Callable[[Tracker], object]) -> None:
+        """Do something with each tracker; one that fails is left out from then on."""
+        for name, tracker in list(self._open.items()):
+            try:
+                work(tracker)
+            except Exception as error:
+                del self._open[name]
+                self._failed(name, error)
 
     def _failed(self, name: str, error: Exception) -> None:
         words = (str(error).strip().splitlines() or [""])[0][:200].rstrip(".")

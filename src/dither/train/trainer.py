@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,13 +17,17 @@ from dither.checkpoint.format import STEP, step_path
 from dither.checkpoint.state import Resumed, pack, plan_of, unpack
 from dither.data import Batch, Corpus, Loader, held_out
 from dither.errors import UserError
+from dither.evaluate.held_out import Perplexity, batch_losses, evaluating
+from dither.evaluate.samples import PaddedLogits, default_prompt, sample_text
 from dither.models import CausalLM, build, compile_blocks, flops_per_token, hf, preset
 from dither.models.causal import PlainLM
 from dither.models.lora import adapt, narrow_base
 from dither.models.open import check_same_base, load_weights, origin_of
 from dither.models.presets import blank, draw_parts
-from dither.nn import Conversion, Linear, bitwidth_loss, convert, effective_precision, param_groups, step_context
+from dither.nn import GraphedPasses, Linear, bitwidth_loss, convert, effective_precision, param_groups, step_context
 from dither.nn.bitwidths import block_bitwidths
+from dither.nn.frozen import FrozenLinear
+from dither.nn.step import reshard
 from dither.numerics import Monitor, NumericsReport
 from dither.ops.ranks import gather
 from dither.optim import Training, roles, training
@@ -31,24 +35,17 @@ from dither.optim.roles import Role
 from dither.parallel.apply import allocate
 from dither.snip.controller import Snip
 from dither.snip.dry_run import TrainingSetup
-from dither.spec import Plan
 from dither.spec.modes import MOST_NORM
 from dither.spec.random import Stream
 from dither.spec.schedule import PlanSchedule
 from dither.train.config import Config, loads, schedule
-from dither.train.corpora import open_corpus as open_corpus
-from dither.train.corpora import unigram_entropy as unigram_entropy
-from dither.train.evaluating import Evaluation as Evaluation
-from dither.train.evaluating import evaluate, sample
 from dither.train.guard import GRACE, Guard, Interrupted, Signals
 from dither.train.layout import RankLayout, check_stages
-from dither.train.passes import GraphedPasses, Passes, uses_graphs
+from dither.train.passes import Passes, nonfinite_weight, uses_graphs
 from dither.train.pipeline import Pipeline, check_micro_batches, check_pipeline, check_snip_stages
 from dither.train.plans import PlanEvent, RunPlans, known_plans, make_schedule, steps_for_snip, with_measured
 from dither.train.ranks import Ranks
-from dither.train.replay import nonfinite_weight, replay, warm_up
 from dither.train.resume import check_changes, resolved
-from dither.train.samples import prompt_of
 
 
 class Numbers(NamedTuple):
@@ -97,17 +94,32 @@ class Trainer:
         self.sources = known_plans(config, None if initial else Path(config.run.out))
         """Plans of files and of fp8-auto by name, which a resumed run does not read or measure again."""
         drawn_later = self.layout.cut and config.model.size is not None and config.model.weights is None
-        self.model = (_blank_model if drawn_later else _model)(config, corpus, ranks.device)
+        self.model = blank(_sizes(config, corpus), ranks.device) if drawn_later else _model(config, corpus, ranks.device)
         if (initial or config.lora.rank) and config.model.weights is not None:
             load_weights(self.model, config.model.weights)
         tokens = data.batch // self.layout.data_world // self.parts * data.sequence
         self.sources = with_measured(self.sources, config, self.model, ranks, tokens, say)
-        planned = make_schedule(config, self.sources)
-        self.conversion = _convert(config, self.model, planned.changes[0].plan)
-        self.base = _adapt(config, self.model, say)
+        planned, precision = make_schedule(config, self.sources), config.precision
+        self.conversion = convert(
+            self.model,
+            planned.changes[0].plan,
+            fallback=precision.fallback,
+            seed=config.run.seed,
+            emulate=precision.emulate,
+            engines=precision.engines,
+            memory=precision.memory,
+        )
+        self.base: dict[str, Any] | None = None
+        """The origin of the base of adapters; None if there are none."""
+        if config.lora.rank is not None:
+            say(str(adapt(self.model, config.lora, config.run.seed)))
+            self.base = origin_of(config.model.weights, config.model.hf)
         adam_roles = roles(self.model) if config.optim.optimizer == "adam-mini" else None
-        self.parameters, self.flops = _size(self.model, data.sequence)
-        """The number of parameters and the FLOPs per token of the whole model."""
+        codes = (module for module in self.model.modules() if isinstance(module, FrozenLinear))
+        self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.parameters += sum(layer.in_features * layer.out_features for layer in codes)
+        """The number of parameters of the whole model, frozen ones that exist as codes included."""
+        self.flops = flops_per_token(self.model, data.sequence)
         self.pipeline = _pipeline(self)
         """The stages of this rank; None if there is no pipeline."""
         if self.pipeline is not None:
@@ -123,7 +135,8 @@ class Trainer:
         self.training.optimizer.stages = self.layout.pipeline_group
         self.guided = guided_share(self.model, self.layout.pipeline_group)
         """This rank's share of the blocks whose bitwidths a loss guides; 0 if there are none."""
-        self.compiled = config.run.compile or (config.run.compile is None and _compiles(config, ranks.device))
+        compiles = ranks.device.type == "cuda" and config.parallel.schedule != "zero-bubble"  # which splits backward passes
+        self.compiled = compiles if config.run.compile is None else config.run.compile
         if self.compiled:
             torch._dynamo.reset()  # graphs of an earlier run in this process would count towards Dynamo's limit
             compile_blocks(self.model)
@@ -142,8 +155,11 @@ class Trainer:
         self.signals: Signals | None = None
         """Signals that end evaluations, estimates and samples early, and steps after some time, with `Interrupted`."""
         snip = _make_snip(self, planned, say)
-        self.plans = RunPlans(self.conversion, planned, snip, compiled=bool(self.compiled), say=say)
-        self.monitor = _make_monitor(self)
+        self.plans = RunPlans(self.conversion, planned, snip, compiled=self.compiled, say=say)
+        self.monitor: Monitor | None = None
+        if config.monitor.every:  # the loop reports warnings
+            every, optimizer, scaler = config.monitor.every, self.training.optimizer, self.training.scaler
+            self.monitor = Monitor(self.model, optimizer, every=every, scaler=scaler, group=ranks.group, tell=lambda _: None)
         self.done = 0
         """Number of steps done, including skipped ones."""
         self.offset = 0
@@ -215,7 +231,7 @@ class Trainer:
             if self.told:
                 raise Interrupted(self.told)
         estimates = functools.partial(_for_estimates, self, batch, (snip and snip.effort.tokens) or 0)
-        return self.plans.before_step(self.done, estimates, functools.partial(warm_up, self, batch))
+        return self.plans.before_step(self.done, estimates, functools.partial(self.passes.warm_up, batch, self.done))
 
     def look(self, batch: Batch) -> NumericsReport | None:
         """Measure the numerics of the model after a step, in an extra pass over part of its batch that changes nothing.
@@ -239,9 +255,6 @@ class Trainer:
         """The name of the signal that this rank received, or ""."""
         return "" if self.signals is None else self.signals.received
 
-    def _layers(self) -> Iterator[Linear]:
-        return (module for module in self.model.modules() if isinstance(module, Linear))
-
     @property
     def tokens(self) -> int:
         """Number of tokens trained on so far."""
@@ -256,35 +269,75 @@ class Trainer:
         found = self.ranks.gather(nonfinite_weight(self.model)) if self.layout.cut else []
         if not any(found) and self.pipeline is None:  # no pass through a pipeline ends before it has run
             self.layout.synchronize(self.model, last=True)
-            parts = batch.split(self.parts)
-            found = self.ranks.gather(replay(self.model, self.training, parts, number - 1, self.config.data.sequence))
+            found = self.ranks.gather(self.passes.replay(batch, number - 1))
         rank, first = next(((rank, name) for rank, name in enumerate(found) if name), (0, ""))
         return f"{first} on rank {rank}" if first and self.ranks.world > 1 else first
 
     # Evaluation --------------------------------------------------------------------------------------------------------
 
-    def evaluate(self) -> Evaluation:
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Put the model into eval mode, without gradients, in the compute dtype of training."""
+        try:
+            with evaluating(self.model), self.training.forward():
+                yield
+        finally:
+            reshard(self.model)
+
+    def evaluate(self) -> Perplexity:
         """Return the mean loss and bits per byte on the held-out windows. Each rank computes its share of them."""
-        return evaluate(self)
+        layout, windows = self.layout, self.held_out
+        with self._evaluating():
+            losses = batch_losses(
+                self.model if self.pipeline is None else self.pipeline.loss,
+                windows.part(layout.data_rank, layout.data_world),
+                max(1, self.config.data.batch // layout.data_world // self.parts),
+                device=self.ranks.device,
+                spare=windows.rows(0, 1),
+                most=math.ceil(len(windows.tokens) / layout.data_world) if layout.cut else 0,
+                stop=lambda: layout.any(bool(self.told)),
+            )
+            total = sum(losses, torch.zeros((), dtype=torch.float64, device=self.ranks.device)) * layout.counted
+        told = torch.full_like(total, float(bool(self.told)))
+        nats, stopped = self.ranks.add(torch.stack([total, told])).tolist()
+        if stopped and self.signals is not None:
+            raise Interrupted(self.told or "SIGTERM")
+        return Perplexity.of(nats, windows, self.corpus.held_out)
 
     @functools.cached_property
     def prompt(self) -> str:
         """The prompt of samples."""
-        return prompt_of(self.config, self.corpus)
+        given = self.config.run.sample_prompt
+        return default_prompt(self.corpus) if given is None else given
 
     def sample(self) -> str:
         """Generate text after the prompt, on every rank if the model is cut; the seed and the step determine it."""
-        return sample(self)
+
+        def check() -> None:
+            if self.layout.any(bool(self.told)):
+                raise Interrupted(self.told or "SIGTERM")
+
+        model: nn.Module = self.model
+        if self.layout.cut:
+            logits = self.model if self.pipeline is None else self.pipeline.logits
+            model = PaddedLogits(self.model, logits, self.layout.layout.tp)
+        run = self.config.run
+        with self._evaluating():
+            seed = (run.seed + self.done) % (1 << 63)
+            return sample_text(model, self.corpus.tokenizer, self.prompt, run.sample_tokens, seed, check)
 
     def bitwidths(self) -> dict[str, Any] | None:
         """Return the learned bitwidths of the sampled layers by name, or None if no layer is sampled."""
-        own = learned_bitwidths(self.model) if any(layer.precision.sampling for layer in self._layers()) else {}
-        stages = [own] if self.pipeline is None else gather(own, self.layout.pipeline_group)
-        return {name: layer for stage in stages for name, layer in stage.items()} or None
+        return self._of_stages(learned_bitwidths) or None
 
     def block_bitwidths(self) -> dict[str, Any]:
         """Return the learned bitwidths of the blocks of each sampled layer. Every rank of a cut model must call this."""
-        own = block_bitwidths(self.model) if any(layer.precision.sampling for layer in self._layers()) else {}
+        return self._of_stages(block_bitwidths)
+
+    def _of_stages(self, measure: Callable[[nn.Module], dict[str, Any]]) -> dict[str, Any]:
+        """Return what is measured of the sampled layers of all stages, by name."""
+        layers = (module for module in self.model.modules() if isinstance(module, Linear))
+        own = measure(self.model) if any(layer.precision.sampling for layer in layers) else {}
         stages = [own] if self.pipeline is None else gather(own, self.layout.pipeline_group)
         return {name: layer for stage in stages for name, layer in stage.items()}
 
@@ -407,44 +460,12 @@ def learned_bitwidths(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _convert(config: Config, model: CausalLM, plan: Plan) -> Conversion:
-    """Convert a new model to the first plan of a run."""
-    precision = config.precision
-    return convert(
-        model,
-        plan,
-        fallback=precision.fallback,
-        seed=config.run.seed,
-        emulate=precision.emulate,
-        engines=precision.engines,
-        memory=precision.memory,
-    )
-
-
-def _adapt(config: Config, model: CausalLM, say: Callable[[str], None]) -> dict[str, Any] | None:
-    """Add the adapters of a config to a converted model. Return the origin of their base, or None if there are none."""
-    if config.lora.rank is None:
-        return None
-    say(str(adapt(model, config.lora, config.run.seed)))
-    return origin_of(config.model.weights, config.model.hf)
-
-
 def guided_share(model: nn.Module, stages: Any) -> float:
     """Return the share of this rank's stage in all blocks of weights whose bitwidths a loss guides, or 0."""
     layers = [module for module in model.modules() if isinstance(module, Linear)]
     guided = (layer.bitwidth for layer in layers if layer.precision.sampling is not None and layer.precision.sampling.loss)
     own = sum(bitwidth.numel() for bitwidth in guided if bitwidth is not None)
     return own / sum(gather(own, stages)) if own and stages is not None else float(own > 0)
-
-
-def _compiles(config: Config, device: torch.device) -> bool:
-    """Return whether blocks are compiled by default: on a GPU, unless a pipeline splits backward passes."""
-    return device.type == "cuda" and config.parallel.schedule != "zero-bubble"
-
-
-def _size(model: CausalLM, sequence: int) -> tuple[int, float]:
-    """Return the number of parameters and the FLOPs per token of a model."""
-    return sum(parameter.numel() for parameter in model.parameters()), flops_per_token(model, sequence)
 
 
 def _pipeline(trainer: Trainer) -> Pipeline | None:
@@ -497,16 +518,6 @@ def _make_snip(trainer: Trainer, planned: PlanSchedule, say: Callable[[str], Non
     return made
 
 
-def _make_monitor(trainer: Trainer) -> Monitor | None:
-    """Return the monitor of numerics, or None."""
-    every = trainer.config.monitor.every
-    if not every:
-        return None
-    optimizer, scaler = trainer.training.optimizer, trainer.training.scaler
-    # The loop reports warnings.
-    return Monitor(trainer.model, optimizer, every=every, scaler=scaler, group=trainer.ranks.group, tell=lambda _: None)
-
-
 def _training(config: Config, model: CausalLM, adam_roles: Mapping[str, Role] | None) -> Training:
     """Return the optimizer of a converted model, with its loss scaling and gradient formats; roles are for adam-mini."""
     scaled = config.precision.dtypes.plan.loss_scaling
@@ -533,11 +544,6 @@ def _training(config: Config, model: CausalLM, adam_roles: Mapping[str, Role] | 
     if config.lora.rank is not None:
         narrow_base(model, config.precision.mode)
     return made
-
-
-def _blank_model(config: Config, corpus: Corpus, device: torch.device) -> CausalLM:
-    """Return the model of a preset without numbers, whose weights have no memory; ranks draw their parts later."""
-    return blank(_sizes(config, corpus), device)
 
 
 def _sizes(config: Config, corpus: Corpus) -> Any:

@@ -7,9 +7,9 @@ try:
 except ImportError as error:
     raise UserError(f"dither.integrations.torchtitan needs torchtitan ({error}): pip install 'dither[torchtitan]'.") from None
 
-from dither.integrations.torchtitan.configs import ByteLoader as ByteLoader
-from dither.integrations.torchtitan.configs import ByteTokenizer as ByteTokenizer
-from dither.integrations.torchtitan.configs import dither_config as dither_config
+from dither.integrations.torchtitan.config_registry import ByteLoader as ByteLoader
+from dither.integrations.torchtitan.config_registry import ByteTokenizer as ByteTokenizer
+from dither.integrations.torchtitan.config_registry import dither_config as dither_config
 from dither.integrations.torchtitan.layers import DitherConverter as DitherConverter
 from dither.integrations.torchtitan.layers import DitherLinear as DitherLinear
 from dither.integrations.torchtitan.optimizers import DitherOptimizers as DitherOptimizers

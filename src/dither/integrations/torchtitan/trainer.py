@@ -307,10 +307,10 @@ def check_config(config: Trainer.Config) -> None:
                 f"The plan asks for {layer.parameters} parameters, and training.dtype is {training.dtype!r}: "
                 f"set training.dtype={wanted!r}."
             )
-        if DTYPES[layer.choice.compute] != training.mixed_precision_param:
+        if DTYPES[layer.compute] != training.mixed_precision_param:
             raise UserError(
-                f"The plan computes in {layer.choice.compute}, and training.mixed_precision_param is "
-                f"{training.mixed_precision_param!r}: set it to {DTYPES[layer.choice.compute]!r}."
+                f"The plan computes in {layer.compute}, and training.mixed_precision_param is "
+                f"{training.mixed_precision_param!r}: set it to {DTYPES[layer.compute]!r}."
             )
         if layer.precision.sampled and training.dtype != "float32":
             raise UserError(

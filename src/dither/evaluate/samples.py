@@ -3,12 +3,12 @@
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dither.data import Corpus, Tokenizer
 from dither.data.text import STDLIB
-from dither.models import generate
-from dither.train.config import Config
+from dither.models import CausalLM
+from dither.models.generation import generate, text_of
 
 TEMPERATURE, TOP_K = 0.8, 50
 
@@ -19,10 +19,8 @@ PYTHON_PROMPT = "def "
 """The default prompt for the source code of Python's standard library."""
 
 
-def prompt_of(config: Config, corpus: Corpus) -> str:
-    """Return the prompt of samples: that of the config, or else the first words of the held-out text."""
-    if config.run.sample_prompt is not None:
-        return config.run.sample_prompt
+def default_prompt(corpus: Corpus) -> str:
+    """Return the first words of the held-out text, as the prompt of samples."""
     if corpus.sources == (STDLIB,):
         return PYTHON_PROMPT
     text = corpus.held_out
@@ -51,5 +49,23 @@ def sample_text(
     start = torch.tensor([given], device=next(model.parameters()).device)
     generator = torch.Generator().manual_seed(seed)
     drawn = generate(model, start, count, temperature=TEMPERATURE, top_k=TOP_K, generator=generator, check=check)
-    # The vocabulary of the model may be larger than that of the tokenizer.
-    return tokenizer.decode([token for token in drawn[0, len(given) :].tolist() if token < tokenizer.vocab_size])
+    return text_of(tokenizer, drawn[0, len(given) :].tolist())
+
+
+class PaddedLogits(nn.Module):
+    """The logits of a sharded model, which takes sequences of a multiple of some length: others are padded.
+
+    Args:
+        model: The model, or the stages of this rank.
+        logits: Returns logits [B, S, V] for tokens [B, S]; every rank must call it.
+        multiple: S is a multiple of this.
+    """
+
+    def __init__(self, model: CausalLM, logits: Callable[[Tensor], Tensor], multiple: int) -> None:
+        super().__init__()
+        self.model, self.config, self.logits, self.multiple = model, model.config, logits, multiple
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits [B, S, V] for tokens [B, S] of any length."""
+        length = tokens.shape[1]
+        return self.logits(nn.functional.pad(tokens, (0, -length % self.multiple)))[:, :length]

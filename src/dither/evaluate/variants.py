@@ -1,6 +1,5 @@
 """Evaluate models on held-out text and on tasks, also with other casts and against other models."""
 
-import math
 import os
 import sys
 import tempfile
@@ -14,26 +13,24 @@ import torch
 from torch import nn
 
 from dither.console import Stage, silent
-from dither.data import Corpus, Tokenizer, is_prepared, load_tokenizer, open_tokens, prepare
+from dither.data import Corpus, Tokenizer, load_tokenizer
+from dither.data.corpus import Once, here, open_corpus, open_text
+from dither.data.settings import Data
 from dither.errors import UserError
-from dither.evaluate.deployment import Deployment, deploy, plan_from_bitwidths, weight_cast
+from dither.evaluate.deployment import SLACK, Deployment, deploy, parse_cast, plan_from_bitwidths
 from dither.evaluate.estimates import Estimate, paired
 from dither.evaluate.held_out import Perplexity, TaskScore, evaluating, perplexity, replaced
 from dither.models import CausalLM
 from dither.models.lora import merged_model
-from dither.models.open import Found, find_model, open_model
+from dither.models.open import find_model, open_model
 from dither.nn.convert import convert
-from dither.spec import Cast, LayerPrecision, Plan
+from dither.numerics.report import finite
+from dither.settings import from_table
+from dither.spec import LayerPrecision, Plan
 from dither.spec.recipes import recipe
-from dither.train.config import Config, RunSettings, loads
-from dither.train.ranks import Ranks, joined
-from dither.train.trainer import open_corpus
 
 LEARNED = "learned"
 """The cast of each sampled layer to the narrowest format that carries its learned bitwidths."""
-
-SLACK = 0.05
-"""Bits by which learned bitwidths may exceed the capacity of a format, as in `dither export --format auto`."""
 
 SEQUENCE = 1024
 """Tokens per sequence for a Hugging Face model."""
@@ -112,8 +109,8 @@ class Variant:
         if self is not base:
             found["loss_change"] = _estimated(self.loss_change(base))
         changes = [{} if self is base else {"change": _estimated(self.task_change(each, base))} for each in self.tasks]
-        found["tasks"] = [_finite(each.to_dict()) | change for each, change in zip(self.tasks, changes, strict=True)]
-        return found
+        found["tasks"] = [each.to_dict() | change for each, change in zip(self.tasks, changes, strict=True)]
+        return dict(finite(found))
 
 
 @dataclass(frozen=True)
@@ -132,25 +129,14 @@ class Evaluated:
         return self.variants[0]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
+        """Return plain values for JSON, which has no NaN and no infinity: they become None."""
         found: dict[str, Any] = {"model": self.model, "step": self.step, "data": self.data}
         found |= {} if self.base.held_out is None else _plain(self.base.held_out)
         cast = next((each for each in self.variants if each.kind == "cast" and each.held_out is not None), None)
         if cast is not None and cast.held_out is not None:
             found["cast"] = {**_plain(cast.held_out), "bits": cast.bits}
         found["variants"] = [each.to_dict(self.base) for each in self.variants]
-        return found
-
-
-def parse_cast(text: str) -> Cast:
-    """Parse a cast of weights from the command line: colons replace spaces, and a format alone means blocks of 32 x 32.
-
-    >>> str(parse_cast("e2m1")), str(parse_cast("e4m3:row"))
-    ('e2m1 block(32) fp32 nearest', 'e4m3 row fp32 nearest')
-    """
-    words = text.replace(":", " ").split()
-    alone = len(words) == 1 and not words[0].startswith(("mx", "nv"))
-    return weight_cast(words[0]) if alone else Cast.parse(" ".join(words))
+        return dict(finite(found))
 
 
 @dataclass(frozen=True)
@@ -172,7 +158,7 @@ class Variants:
             parse_plan(plan)
 
 
-def run(
+def evaluate(
     model: str | Path,
     data: tuple[str, ...] = (),
     *,
@@ -180,7 +166,8 @@ def run(
     score: Score | None = None,
     sequence: int | None = None,
     sequences: int = 0,
-    device: str = "auto",
+    device: torch.device | str = "cpu",
+    once: Once = here,
     stage: Stage = silent,
 ) -> Evaluated:
     """Evaluate a model on held-out text and on tasks.
@@ -192,12 +179,12 @@ def run(
         score: Answers the questions of tasks. With it, a Hugging Face model is not evaluated on text unless `data` names some.
         sequence: Tokens per sequence of held-out text; by default as in training, or 1024.
         sequences: Number of sequences, evenly spaced over the text; 0 means all.
-        device: auto, cpu, cuda, or cuda:N.
+        device: The device.
+        once: Tokenizes text, as in `open_corpus`.
         stage: Shows the stages of the evaluation.
     """
     if sequences < 0 or (sequence is not None and sequence < 1):
         raise UserError(f"--sequence is at least 1 token and --sequences at least 0, not {sequence} and {sequences}.")
-    RunSettings(device=device)  # checks it
     chosen = variants or Variants()
     count = 1 + len(chosen.casts) + len(chosen.plans) + len(chosen.against)
 
@@ -219,9 +206,8 @@ def run(
     done: list[Variant] = []
     with ExitStack() as stack:
         with stage(f"Reading {model}"):
-            ranks = stack.enter_context(joined(device))
             text = data or (() if score is not None else ("stdlib",))
-            subject = stack.enter_context(opened(Path(model), data, text, sequence, ranks))
+            subject = stack.enter_context(opened(Path(model), data, text, sequence, device, once))
         done += [measured("as trained" if subject.step is not None else "as it is", "model", subject)]
         for cast in chosen.casts:
             whole = subject.castable()
@@ -235,7 +221,7 @@ def run(
         for path in chosen.against:
             with ExitStack() as reading:
                 with stage(f"Reading {path}"):
-                    other = reading.enter_context(opened(Path(path), data, data, sequence, ranks))
+                    other = reading.enter_context(opened(Path(path), data, data, sequence, device, once))
                 done.append(measured(path, "against", _on_text_of(subject, other)))
         sources = () if subject.corpus is None else subject.corpus.sources
         return Evaluated(subject.name, subject.step, ", ".join(data or sources), tuple(done))
@@ -273,7 +259,12 @@ def _same_tokens(first: Tokenizer, second: Tokenizer) -> bool:
 
 @contextmanager
 def opened(
-    path: Path, data: tuple[str, ...], folder_data: tuple[str, ...], sequence: int | None, ranks: Ranks
+    path: Path,
+    data: tuple[str, ...],
+    folder_data: tuple[str, ...],
+    sequence: int | None,
+    device: torch.device | str,
+    once: Once,
 ) -> Iterator[Subject]:
     """Yield a model with the text to read. Temporary tokens are removed afterwards.
 
@@ -282,15 +273,16 @@ def opened(
         data: Text to read in place of that of a run.
         folder_data: Text to read with a Hugging Face model; empty for none.
         sequence: Tokens per sequence, or None for that of training.
-        ranks: The ranks.
+        device: The device.
+        once: Tokenizes text, as in `open_corpus`.
     """
     with tempfile.TemporaryDirectory(prefix="dither-eval-") as folder:
         scratch = Path(folder)
         found = find_model(path)
         if found.kind != "checkpoint":
             tokenizer = _tokenizer_of(path)
-            text = _other(folder_data, scratch / "other", tokenizer, whole=bool(data)) if folder_data else None
-            model = open_model(found, device=ranks.device, dtype=torch.float32, few_bits=True).model
+            text = open_text(folder_data, scratch / "other", tokenizer, whole=bool(data)) if folder_data else None
+            model = open_model(found, device=device, dtype=torch.float32, few_bits=True).model
             if model.embedding.num_embeddings < tokenizer.vocab_size:
                 raise UserError(
                     f"The model {str(path)!r} has {model.embedding.num_embeddings} tokens, and its tokenizer has "
@@ -298,26 +290,28 @@ def opened(
                 )
             yield Subject(str(path), path, None, model, tokenizer, text, sequence or SEQUENCE, 1)
             return
-        config, where = config_of(found), found.path
-        own = open_corpus(config, found.run or scratch, ranks)
+        for why in found.skipped:
+            print(why, file=sys.stderr)
+        settings = from_table(Data, found.config.get("data", {}), "data")
+        own = open_corpus(settings, found.run or scratch, once=once)
         if found.others.get("corpus") != own.sha256:
             raise UserError(
-                f"The checkpoint {str(where)!r} was trained on other tokens than those in {str(own.folder)!r}: use its data."
+                f"The checkpoint {str(found.path)!r} was trained on other tokens than those in {str(own.folder)!r}: use its "
+                "data."
             )
-        made = open_model(found, device=ranks.device, as_trained=True)
-        corpus = _other(data, scratch / "other", own.tokenizer, whole=True) if data else own
-        batch = max(1, config.data.batch // ranks.share(config.data.batch, config.data.micro_batch, ranks.world))
-        length = sequence or config.data.sequence
+        made = open_model(found, device=device, as_trained=True)
         yield Subject(
-            str(where), where, made.step, made.model, own.tokenizer, corpus, length, batch, made.forward, made.adapted
+            str(found.path),
+            found.path,
+            made.step,
+            made.model,
+            own.tokenizer,
+            open_text(data, scratch / "other", own.tokenizer) if data else own,
+            sequence or settings.sequence,
+            settings.micro_batch or settings.batch,
+            made.forward,
+            made.adapted,
         )
-
-
-def config_of(found: Found) -> Config:
-    """Return the config in a checkpoint; print why newer checkpoints of the run were passed over."""
-    for why in found.skipped:
-        print(why, file=sys.stderr)
-    return loads(found.others["config"], f"config of {found.path.name}")
 
 
 def _tokenizer_of(path: Path) -> Tokenizer:
@@ -326,29 +320,10 @@ def _tokenizer_of(path: Path) -> Tokenizer:
     return load_tokenizer(path / "tokenizer.json")
 
 
-def _other(data: tuple[str, ...], folder: Path, tokenizer: Tokenizer, whole: bool) -> Corpus:
-    """Return tokens of other text than that of the run: the held-out part of a prepared folder, or all of a text."""
-    if len(data) == 1 and is_prepared(data[0]):
-        corpus = open_tokens(data[0])
-        if corpus.tokenizer.sha256 != tokenizer.sha256:
-            raise UserError(
-                f"The tokens in {data[0]!r} were made by another tokenizer than that of the model: name the text itself."
-            )
-        return corpus
-    return prepare(data, folder, tokenizer, held_out=data if whole else 0.05)
-
-
 def _plain(found: Perplexity) -> dict[str, Any]:
     plain = {name: value for name, value in asdict(found).items() if name != "batches"}
-    return _finite({**plain, "standard_error": found.standard_error, "perplexity": found.perplexity})
+    return {**plain, "standard_error": found.standard_error, "perplexity": found.perplexity}
 
 
 def _estimated(found: Estimate | None) -> dict[str, Any] | None:
-    if found is None:
-        return None
-    return _finite({"mean": found.mean, "standard_error": found.error, "decided": found.decided})
-
-
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """Return values for JSON, which has no infinity and no NaN: they become None."""
-    return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()}
+    return None if found is None else {"mean": found.mean, "standard_error": found.error, "decided": found.decided}
