@@ -188,8 +188,8 @@ def test_bounds():
 
 def test_arms_and_mistakes(jobs, text, capsys):
     common = Config()
-    assert (precision_or_plan("o1+plan.json").plan, precision_or_plan("plan.json").mode) == ("plan.json", "o1")
-    assert precision_or_plan("gaussws:od") == precision_or_plan("o1+gaussws:od")
+    assert (precision_or_plan("o1+plan.json").plan, precision_or_plan("plan.json").mode) == ("plan.json", "auto")
+    assert precision_or_plan("gaussws:od") == replace(precision_or_plan("o1+gaussws:od"), mode="auto")
     for arguments, said in (
         (("--b", "fp9"), "There is no precision 'fp9'"),
         (("--b", "a.json+b.json"), "names two plans"),
