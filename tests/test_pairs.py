@@ -37,7 +37,7 @@ from dither.ops.triton import quantize_128 as kernel_squares
 from dither.ops.triton import sampling as kernel_sampling
 from dither.ops.triton import scales as kernel_scaling
 from dither.ops.triton import state_maps as kernel_dynamic
-from dither.spec import NOISES, levels
+from dither.spec import NOISES
 from dither.spec.engines import Engine
 from dither.spec.formats import Format
 from dither.spec.optimizer import Update
@@ -667,37 +667,22 @@ def test_grouped_products(device, a, b):
 
 # Levels ----------------------------------------------------------------------------------------------------------------
 
-FAMILIES = (
-    "e4m3 tile(128)|e2m1 tile(128) stochastic(16)",
-    "e4m3 block(128)|e2m1 block(128)|e3m2 block(128)",
-    "e5m2 tensor|e2m1 tensor stochastic(8)",
-    "e4m3 row|e2m3 row|e2m1 row|e2m1 row stochastic(16)",
-    "e4m3 tile(32) pow2_ceil|e2m1 tile(32) pow2|e2m1 tile(32) pow2_ceil stochastic(16)",
-)
-
 
 @pytest.mark.sampled(without=["e4m3 row|e2m3 row|e2m1 row|e2m1 row stochastic(16)"])
-@pytest.mark.parametrize("text", FAMILIES)
+@pytest.mark.parametrize("text", pairs.FAMILIES)
 def test_levels(text):
     """Kernels that read a level on the device, for each level of a family, in one layout and in both."""
-    casts = list(map(Cast.parse, text.split("|")))
-    family = levels.families(casts)[casts[0]]
+    family = pairs.family_of(text)
     container, draw = Format.parse(family.container), dither.spec.random.Draw(5, torch.tensor(3), 16, 0)
     x = torch.randn(40, 144, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     for number in range(len(family.casts)):
         level = torch.tensor([number], dtype=torch.int32)
         both = [code.quantize_both(x, family.casts, level, draw, None, container) for code in (reference_levels, kernel_levels)]
-        assert all(map(same_bits, *both))
+        assert sum(map(pairs.differing, *both)) == 0
         for axis in (0, 1):
-            one = [
-                code.quantize(x, family.casts, level, axis, draw, None, container) for code in (reference_levels, kernel_levels)
-            ]
-            assert all(map(same_bits, *one))
-
-
-def same_bits(one, other):
-    bits = [x.reshape(-1).view(torch.uint8) for x in (one, other)]
-    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(*bits)
+            rest = (level, axis, draw, None, container)
+            one = [code.quantize(x, family.casts, *rest) for code in (reference_levels, kernel_levels)]
+            assert sum(map(pairs.differing, *one)) == 0
 
 
 # Casts of one layout into memory that is there, transposed codes and factors of a tensor -------------------------------
