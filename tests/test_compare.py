@@ -17,7 +17,7 @@ import pytest
 import torch
 from runs import said
 
-from dither import Sampling, UserError, convert, step_context
+from dither import Sampling, UserError, cli, convert, step_context
 from dither.evaluate import estimates
 from dither.report import curves, figures
 from dither.report.comparison import Comparison, Entry, shown
@@ -101,8 +101,10 @@ def test_a_comparison(text, tmp_path, capsys, monkeypatch):
         if path.name != "config.toml":
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     assert "continue with --resume" in said(capsys, "compare", "fp32", *arguments, code=2)
-    said(capsys, "compare", "fp32", "--resume", *arguments)
-    assert json.loads((out / "fp32" / "metrics.jsonl").read_text().splitlines()[-1])["loss"] == ends[0]["loss"]
+    assert cli.main(["compare", "fp32", "--resume", "--json", *map(str, arguments)]) == 0
+    numbers = json.loads(capsys.readouterr().out)  # and nothing else: the run printed to stderr
+    assert [entry["loss"] for entry in numbers["entries"]] == [ends[0]["loss"]]
+    assert numbers == json.loads((out / "comparison.json").read_text())
 
 
 def test_a_comparison_of_several_seeds(text, tmp_path, capsys, monkeypatch):

@@ -196,6 +196,8 @@ def test_experts_that_transformers_cannot_read_are_kept_or_written_for_vllm(tmp_
     assert any("engine='vllm'" in layer.reason for layer in record.kept)
     record = dither.export(trained("mixtral"), tmp_path / "vllm", format="nvfp4", engine="vllm")
     assert [layer.name for layer in record.kept] == ["lm_head"]
+    with pytest.raises(UserError, match=r"--check loads .* does not read experts in nvfp4: leave it out"):
+        dither.export(trained("mixtral"), tmp_path / "checked", format="nvfp4", engine="vllm", check=True)
     one = "model.layers.0.block_sparse_moe.experts.1"
     tensors = read(tmp_path / "vllm")
     assert tensors[f"{one}.w1.weight_global_scale"].shape == (1,)

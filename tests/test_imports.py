@@ -200,7 +200,6 @@ def test_the_check_sees_what_it_should(source, module, package, wrong):
 
 def test_every_public_name_exists():
     """`dither.__all__` is what users call, about 40 names; each is imported when it is first used."""
-    assert set(dither.__all__) == {*dither._HOME, "DitherError", "PerformanceWarning", "UserError"}
     assert sorted(dither.__all__) == dither.__all__
     assert all(hasattr(dither, name) for name in dither.__all__)
     assert not hasattr(dither, "training_step")

@@ -228,6 +228,21 @@ def test_killed_and_resumed_is_straight(text: Path, tmp_path: Path) -> None:
         assert {key: again[key] for key in line if key not in TIMES} == {key: line[key] for key in line if key not in TIMES}
 
 
+def test_resumes_from_a_step_whose_replacement_never_finished(text: Path, tmp_path: Path) -> None:
+    """A kill between the two renames of a step that is saved again leaves the earlier one under another name."""
+    train(settings(text, tmp_path / "straight"))
+    shutil.copytree(tmp_path / "straight", tmp_path / "killed")
+    folder = tmp_path / "killed" / "checkpoints"
+    checkpoint.drop(folder, after=3)
+    (folder / "step-00000003").rename(folder / ".replaced-step-00000003")
+    (folder / ".saving-step-00000003").mkdir()
+    resumed = train(settings(text, tmp_path / "killed"), resume=True)
+    assert (resumed.code, resumed.step) == (0, STEPS)
+    assert [line["resumed_from"] for line in lines(tmp_path / "killed", "start")] == [None, 3]
+    assert_same(tmp_path / "killed", tmp_path / "straight")
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000003", "step-00000006"]
+
+
 def test_sigterm_saves_and_ends_with_143(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     (tmp_path / "run.toml").write_text(configs.dumps(settings(text, out, "run.steps=500", "run.save_every=0")))

@@ -294,7 +294,7 @@ def test_several_runs_are_told_apart_and_compared_with_the_first(tmp_path):
 
 def test_seeds_are_one_configuration_and_the_page_agrees_with_the_terminal(tmp_path, capsys):
     """A tie has no winner, in the terminal as on the page; curves are means with their standard errors."""
-    from dither.tools.trials import print_comparison
+    from dither.commands.compare import print_comparison
 
     losses = {"o1": [3.0, 3.2, 3.1], "bf16-sr": [2.99, 3.22, 3.08]}
     runs = report.read_all(seeds(tmp_path, losses))

@@ -238,8 +238,9 @@ def test_weights_and_the_row_wise_formula_reach_the_plan(run, text, tmp_path, ca
     assert line["plan"]["provenance"]["update_weight"] == 0
 
 
-def test_a_plan_trains(run, text, tmp_path):
-    assert plan(run, "--probe", "direct", "-o", tmp_path / "plan.json") == 0
+def test_a_plan_trains(run, text, tmp_path, capsys):
+    assert plan(run, "--probe", "direct", "-o", tmp_path / "plan.json", "--json") == 0
+    assert Plan.from_dict(json.loads(capsys.readouterr().out)) == Plan.load(tmp_path / "plan.json")
     config = settings(
         text, tmp_path / "run", "run.steps=1", "precision.mode=fp32", f'precision.plan="{tmp_path / "plan.json"}"'
     )
@@ -266,6 +267,9 @@ def test_frontier(run, capsys):
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
     assert [row[0] for row in rows] == ["0.000", "0.500", "1.000"]
     assert float(rows[0][2]) < float(rows[1][2]) < float(rows[2][2])
+    assert plan("frontier", run, "--probe", "direct", "--targets", "3", "--stages", "1", "1", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [f"{each['harm']:.4g}" for each in found] == [row[2] for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -490,12 +494,12 @@ class SecondRank(Ranks):
 
     rank: int = 1
     world: int = 2
-    heard: tuple[str, ...] = ()
+    heard: object = None
     error: str = ""
 
-    def gather(self, words: str) -> list[str]:
-        assert words == ""
-        return [next(line for line in self.heard if line), words]
+    def gather(self, value: object) -> list[object]:
+        assert value is None
+        return [self.heard, value]
 
     def first_error(self, error: str) -> str:
         return error or self.error
@@ -504,7 +508,7 @@ class SecondRank(Ranks):
 def test_the_second_rank_uses_the_times_of_the_first(text, tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.ReLU())
     row = {str(option.precision): 1.0 / (place + 1) for place, option in enumerate(candidates_of(RECIPES))}
-    ranks = SecondRank(torch.device("cpu"), heard=(json.dumps(["H200", "2.11", row]),))
+    ranks = SecondRank(torch.device("cpu"), heard=("H200", "2.11", row))
     plan = measured_plan(config(text, tmp_path), model, ranks, 8, lambda _: None)
     assert plan.default == recipe("fp8-current").default
     assert plan.provenance["gpu"] == "H200"

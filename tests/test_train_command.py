@@ -8,6 +8,7 @@ import pytest
 
 from dither import UserError, cli
 from dither.commands.train import resolve, summary
+from dither.models import open_model
 from dither.train import config as configs
 from dither.train.config import Config, describe
 from dither.train.loop import Outcome
@@ -147,3 +148,28 @@ def test_printed_commands_can_be_pasted_into_a_shell(tmp_path):
     for how, words in (("done", ["dither", "report"]), ("signal", ["dither", "train", "--resume", "--out"])):
         said = summary(Outcome(0, how, "All.", 1, None, None, None, 1.0, folder)).splitlines()[-1]
         assert shlex.split(said)[1:] == [*words, str(folder)]
+
+
+def test_sizes_change_a_preset(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run has the sizes of its settings, is opened with them, and does not resume with others."""
+    out = tmp_path / "run"
+    sizes = ("model.layers=1", "model.width=64", "model.heads=4", "model.kv_heads=1", "model.feed_forward=96")
+    command = ["train", "--data", str(text), "--out", str(out), *SMALL]
+    assert cli.main([*command, *sizes]) == 0
+    model = open_model(out).model
+    found = model.config
+    assert (found.num_hidden_layers, found.hidden_size, found.num_attention_heads) == (1, 64, 4)
+    assert (found.num_key_value_heads, found.intermediate_size, found.vocab_size) == (1, 96, 257)
+    assert cli.main(["memory", str(out)]) == 0
+    capsys.readouterr()
+    assert cli.main(["train", "--resume", "--out", str(out), "model.layers=2"]) == 2
+    assert "A run cannot resume after a change of model.layers from 1 to 2" in capsys.readouterr().err
+
+
+def test_a_preset_with_experts_is_a_mixtral(text: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    out = tmp_path / "run"
+    sizes = ("model.layers=1", "model.width=64", "model.experts=2", "precision.recipe=fp8-block")
+    assert cli.main(["train", "--data", str(text), "--out", str(out), *SMALL, *sizes]) == 0
+    model = open_model(out).model
+    assert (model.config.model_type, model.config.num_local_experts, model.config.vocab_size) == ("mixtral", 2, 257)

@@ -155,11 +155,15 @@ class Field(NamedTuple):
     sentence: str
 
 
-@functools.cache
+_TYPES: dict[type, dict[str, Any]] = {}
+
+
 def types_of(cls: type) -> dict[str, Any]:
     """Return the type of each field of a dataclass, with its limits."""
-    hints = typing.get_type_hints(cls, include_extras=True)
-    return {each.name: hints[each.name] for each in fields(cls)}
+    if cls not in _TYPES:
+        hints = typing.get_type_hints(cls, include_extras=True)
+        _TYPES[cls] = {each.name: hints[each.name] for each in fields(cls)}
+    return _TYPES[cls]
 
 
 @functools.cache
@@ -380,7 +384,8 @@ def _converted(value: object, hint: Any) -> object:
 
 def dumps(settings: Any, *, comments: bool = False, path: str = "") -> str:
     """Return TOML from which `from_table` makes equal settings; with `comments`, each field has its sentence above it."""
-    cls, plain = type(settings), settings.to_dict() if hasattr(settings, "to_dict") else vars(settings)
+    cls: type = type(settings)
+    plain = settings.to_dict() if hasattr(settings, "to_dict") else vars(settings)
     lines, sections = list[str](), list[str]()
     for name, hint in types_of(cls).items():
         if (value := plain[name]) is None:

@@ -457,7 +457,7 @@ def failing(folder: Path) -> None:
     dist.barrier()
     path, skipped = checkpoint.newest(folder)
     assert path == folder / "step-00000005"
-    assert "rank-00001-00000.safetensors: its SHA-256 is not the manifest's" in skipped[0][1]
+    assert "rank-00001-00000.safetensors: its SHA-256 at byte 0 is not the saved one" in skipped[0][1]
     if dist.get_rank() == 1:
         with pytest.raises(UserError, match="its SHA-256 at byte 0 is not the saved one"):
             checkpoint.load(folder / "step-00000006")
@@ -521,7 +521,7 @@ FORGED = {
     "no chunks": (lambda body: body["files"][0].update(chunks=[]), "does not have 1 hashes"),
     "chunk": (lambda body: body.update(chunk=1), "chunks of 1048576 bytes"),
     "no tensors": (lambda body: body.pop("tensors"), "not an index"),
-    "list": (lambda body: body.update(tensors=[]), "not an object"),
+    "list": (lambda body: body.update(tensors=[]), "not an index"),
 }
 
 

@@ -17,7 +17,7 @@ import tyro
 from dither.console import print_table
 from dither.data.settings import TOKENS
 from dither.errors import DitherError, UserError
-from dither.models.sizes import Model
+from dither.models.sizes import CHANGES, Model
 from dither.settings import override, toml
 from dither.train import config as configs
 from dither.train.config import CONFIG, Config
@@ -218,7 +218,7 @@ def _starting_from(path: Path, base: Config, own: bool) -> Config:
 
 def _check_model(asked: Model, found: Model, path: Path) -> None:
     """Raise a UserError if the config asks for another model than the one that the initial weights belong to."""
-    for name in ("preset", "hf", "vocab"):
+    for name in ("preset", "hf", "vocab", *CHANGES):
         given = getattr(asked, name)
         there = found.size if name == "preset" else getattr(found, name)
         if given is not None and given != there:

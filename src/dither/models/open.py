@@ -25,10 +25,11 @@ from dither.models.folder_files import CONFIG, read_json
 from dither.models.hub import load_pretrained
 from dither.models.lora import adapt, merged_model, narrow_base
 from dither.models.presets import empty
-from dither.models.sizes import Lora, preset
+from dither.models.sizes import Lora, Model
 from dither.models.transformers_models import hf
 from dither.nn.convert import convert
 from dither.optim import training
+from dither.settings import from_table
 from dither.spec import Plan
 
 RUN, CHECKPOINTS = "config.toml", "checkpoints"
@@ -251,13 +252,16 @@ def _unfilled(
     found: Found, saved: SavedTensors, section: Mapping[str, Any], device: torch.device | str, dtype: torch.dtype | None
 ) -> CausalLM:
     """Return the model of a section [model], whose weights are not yet those of the checkpoint."""
-    if section.get("hf") is not None:
-        return hf(str(section["hf"]), device=device, dtype=dtype)
+    model = from_table(Model, dict(section), "model")
+    if model.hf is not None:
+        return hf(model.hf, device=device, dtype=dtype)
     embeddings = [name for name in saved.tensors if re.search(r"^model:.*(embed_tokens|wte)\.weight$", name)]
     if not embeddings:
         raise UserError(f"The checkpoint {str(found.path)!r} has no token embedding: it is not that of a language model.")
     vocab_size = int(saved.tensors[embeddings[0]].shape[0])
-    return empty(preset(section.get("preset", "tiny"), vocab_size=vocab_size), device, dtype or torch.float32)
+    if not model.ours:
+        return hf(model.mixtral(vocab_size), device=device, dtype=dtype)
+    return empty(model.sizes(vocab_size), device, dtype or torch.float32)
 
 
 def _as_trained(

@@ -5,7 +5,7 @@ Nothing here imports torch.
 
 import dataclasses
 import math
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any, ClassVar
 
 from dither.errors import UserError
@@ -280,6 +280,28 @@ def preset(name: str, **changes: Any) -> ModelConfig:
     return dataclasses.replace(PRESETS[name], **changes)
 
 
+NAMES: dict[str, dict[str, str]] = {
+    "llama": {
+        "layers": "num_hidden_layers",
+        "width": "hidden_size",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "feed_forward": "intermediate_size",
+    },
+    "gpt2": {"layers": "n_layer", "width": "n_embd", "heads": "n_head", "feed_forward": "n_inner"},
+    "gpt_neo": {
+        "layers": "num_layers",
+        "width": "hidden_size",
+        "heads": "num_heads",
+        "feed_forward": "intermediate_size",
+    },
+}
+"""Names of the fields of [model] in the configs of each architecture."""
+
+CHANGES = (*NAMES["llama"], "experts")
+"""Fields of [model] that change a preset."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """The model: a preset, or any causal language model from Hugging Face."""
@@ -292,9 +314,25 @@ class Model:
     """Size of the vocabulary; by default that of the tokenizer."""
     weights: str | None = None
     """Initial weights: a run, whose newest checkpoint is read, or a checkpoint (or DCP's, torchtitan's); by default random."""
+    layers: Count | None = None
+    """Number of blocks, in place of the preset's."""
+    width: Count | None = None
+    """Width of the residual stream, in place of the preset's; the feed-forward layers become wider or narrower with it."""
+    heads: Count | None = None
+    """Number of attention heads, in place of the preset's."""
+    kv_heads: Count | None = None
+    """Number of key/value heads of a Llama, in place of the preset's."""
+    feed_forward: Count | None = None
+    """Width of the feed-forward layers, in place of the preset's."""
+    experts: Annotated[int, AtLeast(2)] | None = None
+    """Number of experts per block, two of which see a token: the Llama becomes the Mixtral of transformers."""
 
     def __post_init__(self) -> None:
         check("model", self)
+        if self.hf is not None and (given := [key for key in CHANGES if getattr(self, key) is not None]):
+            raise UserError(f"model.{given[0]} changes a preset, and model.hf={self.hf!r} is none: change its config.json.")
+        if self.hf is None:
+            self.sizes()
         if self.preset is not None and self.hf is not None:
             raise UserError(f"model.preset={self.preset!r} and model.hf={self.hf!r} are two models: set only one of them.")
         if "" in (self.hf, self.weights):
@@ -304,6 +342,44 @@ class Model:
     def size(self) -> str | None:
         """The name of the preset; None for a Hugging Face model."""
         return self.preset if self.preset is not None or self.hf is not None else "tiny"
+
+    @property
+    def ours(self) -> bool:
+        """True for a model of Dither, False for one of transformers."""
+        return self.hf is None and self.experts is None
+
+    def sizes(self, vocab: int | None = None) -> ModelConfig:
+        """Return the sizes of the preset with the changes of this section, and with a vocabulary of that size.
+
+        >>> Model(preset="gpt2-tiny", layers=4).sizes(257).num_hidden_layers
+        4
+        >>> Model(width=256).sizes().intermediate_size
+        768
+        """
+        assert self.size is not None
+        base = PRESETS[self.size]
+        names = NAMES[base.model_type]
+        changes = {key: value for key in CHANGES if (value := getattr(self, key)) is not None and key != "experts"}
+        if unknown := [key for key in changes if key not in names]:
+            raise UserError(f"model.{unknown[0]} is for Llamas, and model.preset={self.size!r} is none: leave it out.")
+        if self.experts is not None and base.model_type != "llama":
+            raise UserError(f"model.experts is for Llamas, and model.preset={self.size!r} is none: leave it out.")
+        if "width" in changes and "feed_forward" not in changes:
+            wide = base.intermediate_size or 4 * base.hidden_size
+            changes["feed_forward"] = -(-wide * changes["width"] // base.hidden_size)
+        try:
+            return preset(
+                self.size,
+                **{names[key]: value for key, value in changes.items()},
+                **({} if vocab is None else {"vocab_size": vocab}),
+            )
+        except UserError as error:
+            raise UserError(f"In [model]: {error}") from None
+
+    def mixtral(self, vocab: int) -> dict[str, Any]:
+        """Return the config of transformers' Mixtral with these sizes and experts."""
+        sizes = asdict(self.sizes(vocab))
+        return {"model_type": "mixtral", **sizes, "num_local_experts": self.experts, "num_experts_per_tok": 2}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,14 +14,12 @@ from dither.checkpoint.read import LoadedTensors
 from dither.checkpoint.state import optimizer_state
 from dither.console import Stage, silent
 from dither.errors import UserError
-from dither.models import preset
 from dither.models.open import find_model, open_model
 from dither.models.presets import skeleton
 from dither.nn.convert import reasons_left_alone
 from dither.nn.sites import find_sites, weight_of
 from dither.numerics.counts import COUNTS, SAMPLE, cast_counts
-from dither.numerics.monitor import MeasuredUpdate, last_update
-from dither.numerics.report import WeightUpdate, finite
+from dither.numerics.monitor import MeasuredUpdate, WeightUpdate, last_update
 from dither.ops.backend import implementation
 from dither.optim import AdamMini, AdamW, roles
 from dither.optim.groups import MEANING
@@ -84,11 +82,10 @@ class InspectedModel:
         return sorted(self.layers, key=lambda layer: -math.inf if layer.nonfinite else _decibels(layer.casts[cast].sqnr))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON, with layers in the order of the first cast."""
+        """Return the result for JSON, with layers in the order of the first cast."""
         first = next(iter(self.layers[0].casts)) if self.layers else ""
         layers = [{**asdict(layer), "binades": layer.binades} for layer in self.worst_first(first)] if first else []
-        found: dict[str, Any] = finite({"model": self.model, "step": self.step, "layers": layers, "note": self.note})
-        return found
+        return {"model": self.model, "step": self.step, "layers": layers, "note": self.note}
 
 
 class _Weight(NamedTuple):
@@ -222,7 +219,7 @@ def _optimizer(plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple
     ]
     known = None
     if config is not None and config.optim.optimizer == "adam-mini":
-        if config.model.size is None:
+        if not config.model.ours:
             return None, "Adam-mini's second moments belong to the roles of a model that the checkpoint does not describe."
         known = roles(skeleton(_sizes(config, tensors)))
     optimizer = AdamW(groups) if known is None else AdamMini(groups, known)
@@ -232,8 +229,7 @@ def _optimizer(plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple
 
 def _sizes(config: Config, tensors: Mapping[str, Tensor]) -> Any:
     """Return the sizes of a preset. The size of the vocabulary is the number of rows of the embedding."""
-    assert config.model.size is not None
-    base = preset(config.model.size)
+    base = config.model.sizes()
     plain = {name: tuple(parameter.shape) for name, parameter in skeleton(base).named_parameters()}
     words = next(tensors[f"model:{name}"].shape[0] for name, shape in plain.items() if shape[0] == base.vocab_size)
-    return preset(config.model.size, vocab_size=words)
+    return config.model.sizes(words)

@@ -595,7 +595,8 @@ class Config:
 def schedule(config: Config, step: int) -> float:
     """Return the learning rate of a step, counted from 0.
 
-    >>> config = Config(optim=Optim(lr=1.0, warmup=0.2, schedule="wsd", decay=0.4), run=RunSettings(steps=10))
+    >>> optim = Optim(lr=1.0, min_lr=0.0, warmup=0.2, schedule="wsd", decay=0.4)
+    >>> config = Config(optim=optim, run=RunSettings(steps=10))
     >>> [round(schedule(config, step), 2) for step in range(10)]
     [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
     """

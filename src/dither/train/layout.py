@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from dither.data import is_prepared, load_tokenizer
 from dither.errors import UserError
-from dither.models import CausalLM, preset
+from dither.models import CausalLM
 from dither.models.presets import skeleton
 from dither.nn import convert
 from dither.nn.bitwidths import sampling_parameters
@@ -276,7 +276,7 @@ def check_snip(config: Config) -> None:
     Traceback (most recent call last):
     dither.errors.UserError: In [snip]: The pinned '*.down' matches no layer: there is model.layers.0.self_attn.q_proj, ...
     """
-    if config.snip.target is None or config.model.size is None:
+    if config.snip.target is None or not config.model.ours:
         return
     model = _skeleton(config)
     try:
@@ -304,7 +304,7 @@ def check_layout(config: Config, world: int) -> None:
         )
     if config.data.kind == "chat":
         check_chat(parallel)
-    if config.model.size is None:
+    if not config.model.ours:
         return
     model = _skeleton(config)
     try:
@@ -330,11 +330,10 @@ def check_chat(parallel: Parallel) -> None:
 
 def _skeleton(config: Config) -> CausalLM:
     """Return the model of a preset without memory for its weights, converted to the first plan of the run."""
-    assert config.model.size is not None
     sources, vocab = config.data.sources, config.model.vocab
     if vocab is None:  # the head's only size; prepared tokens bring their own tokenizer, and the head is not converted
         prepared = len(sources) == 1 and is_prepared(sources[0])
         vocab = 257 if prepared else load_tokenizer(config.data.tokenizer).vocab_size
-    model = skeleton(preset(config.model.size, vocab_size=vocab))
+    model = skeleton(config.model.sizes(vocab))
     convert(model, config.precision.load_plan(), seed=config.run.seed, emulate=True)
     return model

@@ -40,7 +40,7 @@ RATES = ("optim.lr", "optim.min_lr", "optim.schedule", "optim.warmup", "optim.de
 SAME_NUMBERS = ({"o2", "o2-split"},)
 """Modes that store the same numbers in other ways: a run may change from one to the other, and its checkpoint is converted."""
 
-PLANS = ("precision.recipe", "precision.plan", "precision.schedule")
+PLAN_FIELDS = ("precision.recipe", "precision.plan", "precision.schedule")
 """The fields of plans by step. They may change if the steps done would have had the same plans."""
 
 
@@ -75,14 +75,14 @@ def fixed_changes(saved: Config, now: Config, done: int) -> list[str]:
     prepared = len(now.data.sources) == 1 and is_prepared(now.data.sources[0])
     entries = [_entries(config, done) for config in (saved, now)]
     free = {"run.seed": False, "data.tokenizer": prepared} | dict.fromkeys(FREE, True) | dict.fromkeys(RATES, True)
-    free |= dict.fromkeys(PLANS, entries[0] == entries[1])
+    free |= dict.fromkeys(PLAN_FIELDS, entries[0] == entries[1])
     free["precision.mode"] = {saved.precision.mode, now.precision.mode} in SAME_NUMBERS
     found = [
         f"{path} from {old!s} to {new!s}"
         for path, (old, new) in differences(saved, now).items()
         if not free.get(path, free.get(path.partition(".")[0], False))
     ]
-    if entries[0] != entries[1] and not any(change.startswith(PLANS) for change in found):
+    if entries[0] != entries[1] and not any(change.startswith(PLAN_FIELDS) for change in found):
         # Shares of another number of steps.
         found.append(f"the steps of precision.schedule from {_said(entries[0])} to {_said(entries[1])}")
     return found

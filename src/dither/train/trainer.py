@@ -19,7 +19,7 @@ from dither.data import Batch, Corpus, Loader, held_out
 from dither.errors import UserError
 from dither.evaluate.held_out import Perplexity, batch_losses, evaluating
 from dither.evaluate.samples import PaddedLogits, default_prompt, sample_text
-from dither.models import CausalLM, build, compile_blocks, flops_per_token, hf, preset
+from dither.models import CausalLM, build, compile_blocks, flops_per_token, hf
 from dither.models.causal import PlainLM
 from dither.models.lora import adapt, narrow_base
 from dither.models.open import check_same_base, load_weights, origin_of
@@ -93,7 +93,7 @@ class Trainer:
         self.held_out = held_out(corpus.held_out, data.sequence, _held_out_count(config, corpus))
         self.sources = known_plans(config, None if initial else Path(config.run.out))
         """Plans of files and of fp8-auto by name, which a resumed run does not read or measure again."""
-        drawn_later = self.layout.cut and config.model.size is not None and config.model.weights is None
+        drawn_later = self.layout.cut and config.model.ours and config.model.weights is None
         self.model = blank(_sizes(config, corpus), ranks.device) if drawn_later else _model(config, corpus, ranks.device)
         if (initial or config.lora.rank) and config.model.weights is not None:
             load_weights(self.model, config.model.weights)
@@ -548,13 +548,12 @@ def _training(config: Config, model: CausalLM, adam_roles: Mapping[str, Role] | 
 
 def _sizes(config: Config, corpus: Corpus) -> Any:
     """Return the config of a preset with the vocabulary of the corpus."""
-    assert config.model.size is not None
     tokens = corpus.tokenizer.vocab_size
     if config.model.vocab is not None and config.model.vocab < tokens:
         raise UserError(
             f"model.vocab={config.model.vocab} is less than the {tokens} tokens of the tokenizer: increase or remove it."
         )
-    sizes = preset(config.model.size, vocab_size=config.model.vocab or tokens)
+    sizes = config.model.sizes(config.model.vocab or tokens)
     _check_positions(sizes, config.data.sequence)
     return sizes
 
@@ -578,16 +577,17 @@ def _check_release(trainer: Trainer) -> None:
 
 def _model(config: Config, corpus: Corpus, device: torch.device) -> CausalLM:
     tokens, sequence, seed = corpus.tokenizer.vocab_size, config.data.sequence, config.run.seed
-    if config.model.size is not None:
+    if config.model.ours:
         return build(_sizes(config, corpus), seed=seed, device=device)
-    if config.model.vocab is not None:
+    if config.model.vocab is not None and config.model.hf is not None:
         raise UserError("model.vocab is for presets only: the config of a Hugging Face model sets its vocabulary.")
     # The base of adapters is never needed in float32: its codes are made from the weights as they are in the files.
-    model = hf(config.model.hf, seed=seed, device=device, dtype=None if config.lora.rank else torch.float32)
+    source = config.model.hf or config.model.mixtral(config.model.vocab or tokens)
+    model = hf(source, seed=seed, device=device, dtype=None if config.lora.rank else torch.float32)
     if model.embedding.num_embeddings < tokens:
         raise UserError(
-            f"The model {config.model.hf!r} has {model.embedding.num_embeddings} tokens, and the tokenizer has {tokens}: "
-            "set data.tokenizer to the tokenizer.json of the model."
+            f"The model has a vocabulary of {model.embedding.num_embeddings} tokens, and the tokenizer has {tokens}: increase "
+            "vocab_size in its config.json, or set data.tokenizer to the tokenizer.json that belongs to the model."
         )
     _check_positions(model.config, sequence)
     return model
