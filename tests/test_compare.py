@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
-from runs import said, write_words
+from runs import said
 
 from dither import Sampling, UserError, cli, convert, step_context
 from dither.evaluate import estimates
@@ -28,12 +28,6 @@ from dither.train.config import Config, Data, RunSettings
 from dither.train.loop import train
 
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    """Documents of a few words."""
-    return write_words(tmp_path_factory.mktemp("text"), 60)
 
 
 # Names and runs --------------------------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from random import Random
 from xml.etree import ElementTree
 
 import pytest
-from command_output import error_line
 from report_runs import EVIL, lines, make, seeds
+from runs import error_line
 
 from dither import UserError, checkpoint, cli, report
 from dither.report import charts, figures, layers, page
