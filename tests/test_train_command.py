@@ -15,16 +15,6 @@ from dither.train.config import Config, describe
 from dither.train.loop import Outcome
 from dither.train.records import Progress
 
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for number in range(60):
-        (folder / f"{number}.txt").write_text(f"{number} bottles of beer on the wall, take {number % 7} down. " * 5)
-    return folder
-
-
 SMALL = ("data.sequence=16", "data.batch=4", "run.steps=2", "run.log_every=1", "run.eval_sequences=2", "run.device=cpu")
 
 
