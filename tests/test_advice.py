@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-from command_output import error_line
+from runs import error_line
 
 from dither import UserError, cli
 from dither.models import PRESETS, build, save_pretrained

@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 from exported import SIZES, TOKENS, trained
 from lazily import Lazy
-from runs import said, trained_run, write_words
+from runs import said, trained_run
 
 import dither
 from dither import Plan, UserError, checkpoint
@@ -600,12 +600,6 @@ def test_scaled_rotary_embeddings_windows_and_existing_files_are_refused(tmp_pat
 
 
 # `dither export`, `dither generate`, `dither chat`, and models loaded from runs, on runs of a few steps ----------------
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    """Documents of a few words."""
-    return write_words(tmp_path_factory.mktemp("text"), 30)
 
 
 def run_of(text, out, model=None, **precision):

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from command_output import error_line
+from runs import error_line
 
 from dither import UserError, cli
 from dither.data import BYTES

@@ -38,8 +38,8 @@ def compare(
     """Train in several precisions and rank them by held-out loss.
 
     All runs have the same model, data and seeds. A finished run is not repeated, so arms, values and seeds can be added later.
-    With several seeds, losses are means with standard errors, differences are taken per seed, and a winner is named only if it
-    leads by more than two standard errors. A report is written.
+    With several seeds, losses are means with standard errors, differences are taken per seed, and a winner is named only
+    if 0 is outside of their 95 % confidence intervals. A report is written.
 
     Args:
         names: A recipe (fp8-block), a mode (o1, bf16-sr), a sampling (gaussws:od), or a combination (bf16-sr+fp8-block), each
@@ -70,15 +70,15 @@ def compare(
         if code := run_all(trials, resume=resume, parallel=parallel, command=sys.argv, say=say, stage=bars.stage):
             return code
     from dither.report import write  # matplotlib and jinja2 take half a second
-    from dither.report.figures import INSTALL, sweep_file
+    from dither.report.figures import INSTALL, draw_chart, write_drawing
 
     with bars.stage("Reading the runs"):
         comparison = collect(trials)
     lines = [f"numbers: {write_json(comparison, folder / 'comparison.json')}"]
-    if comparison.field is not None and find_spec("matplotlib") is None:
+    if (chart := comparison.sweep_chart()) is not None and find_spec("matplotlib") is None:
         lines.append(f"The sweep is drawn in the report alone: for a figure, {INSTALL}.")
-    elif comparison.field is not None:
-        lines.append(f"figure: {sweep_file(comparison, folder / 'sweep.svg')}")
+    elif chart is not None:
+        lines.append(f"figure: {write_drawing(draw_chart(chart), folder / 'sweep.svg')}")
 
     def in_words() -> None:
         print()

@@ -154,7 +154,7 @@ def _change_cells(found: TaskScore, change: Estimate | None) -> tuple[str, str]:
 
 
 def _verdict(change: Estimate, higher_is_better: bool) -> str:
-    """Return better or worse if the change exceeds two standard errors, else tied."""
+    """Return better or worse if the change is outside of its 95 % confidence interval, else tied."""
     if change.error is None:
         return ""
     if not change.decided:
