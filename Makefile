@@ -11,7 +11,7 @@ PACKAGE := $(VENV)/.package
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-integrations test-kernels test-exhaustive e2e check docs soak fuzz gpu-test gpu-e2e
+.PHONY: help demo test test-integrations test-kernels test-exhaustive e2e check docs reproduce soak fuzz gpu-test gpu-e2e
 
 help:
 	@echo 'make demo      set up $(VENV) and train a tiny model on real text, in minutes on two CPU cores, with a report'
@@ -22,6 +22,7 @@ help:
 	@echo 'make e2e       all methods together in tiny runs on a CPU: resumed bits, losses, refusals, a table (E2E="--only 3": one)'
 	@echo 'make check     ruff and mypy'
 	@echo 'make docs      build the documentation site into site/, strictly and without a network'
+	@echo 'make reproduce CLAIM=fp8-recipes  train the ladder of reproduce/fp8-recipes and write its report (LADDER=--tiny: a try on a CPU)'
 	@echo 'make soak      kills, flipped bits, full disks, hostile input: a scoreboard, in under twenty minutes (SOAK="--scale 10": more)'
 	@echo 'make fuzz      mutated input for every reader of files, guided by coverage, for a minute (FUZZ="--seconds 600": longer)'
 	@echo 'make gpu-test  run the tests marked gpu with $(PYTHON) as it is, installing nothing (JOBS=8: in eight processes)'
@@ -59,6 +60,14 @@ check: $(PACKAGE)-test-integrations $(PACKAGE)-dev
 docs: $(PACKAGE)-docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 	! grep -rE '<(script|link|img)[^>]* (src|href)="?https?://' --include='*.html' site  # nothing is loaded from elsewhere
+
+# Options of `dither ladder` go into LADDER, such as "--jobs 10 --minutes 8". Runs that have a result are not repeated, so the same
+# command continues. A try (--tiny) leaves the committed report as it is.
+reproduce: $(PACKAGE)-figures
+	@test -f reproduce/$(CLAIM)/ladder.toml || { echo 'Set CLAIM to one of: $(notdir $(wildcard reproduce/*))'; exit 2; }
+	$(VENV)/bin/dither ladder reproduce/$(CLAIM)/ladder.toml $(LADDER)
+	$(VENV)/bin/dither ladder reproduce/$(CLAIM)/ladder.toml --report \
+		$(if $(filter --tiny,$(LADDER)),runs/$(CLAIM)-tiny --tiny,reproduce/$(CLAIM))
 
 soak: $(PACKAGE)-test
 	$(VENV)/bin/python tests/soak/soak.py $(SOAK)

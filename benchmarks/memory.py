@@ -28,7 +28,7 @@ from dither.optim import training
 from dither.spec.modes import MODES
 from dither.spec.optimizer import BLOCKS
 from dither.spec.recipes import RECIPES, recipe
-from dither.tools.memory import GIB, PARTS, STORAGE, Setting, Shape, estimate, shape_of
+from dither.tools.memory import GIB, PARTS, Setting, Shape, StepPasses, estimate, shape_of
 
 SIZES = {
     "tiny": (PRESETS["tiny"], 4, 128),
@@ -58,8 +58,7 @@ class Case:
     shape: Shape
     setting: Setting
     recipe: str | None
-    batch: int
-    sequence: int
+    passes: StepPasses
 
 
 def parse(text: str) -> Case:
@@ -67,7 +66,7 @@ def parse(text: str) -> Case:
     size, _, rest = text.partition(":")
     mode, *parts = rest.split("+")
     known = {*RECIPES, *BLOCKS, "again", "eager", "accumulate", "small", "input", "one", "none", "swiglu"}
-    if size not in SIZES or mode not in MODES or mode not in STORAGE or not set(parts) <= known:
+    if size not in SIZES or mode not in MODES or not set(parts) <= known:
         sys.exit(
             f"{text!r} is no case: sizes are {', '.join(SIZES)}, modes {', '.join(MODES)}; add {', '.join(sorted(known))}."
         )
@@ -78,9 +77,7 @@ def parse(text: str) -> Case:
         mode=mode,
         precision=None if name is None else recipe(name).default,
         states=next((part for part in parts if part in BLOCKS), None),
-        checkpointing="again" in parts,
         compiled="eager" not in parts,
-        accumulate="accumulate" in parts,
         memory=dither.MemoryOptions(
             "input" if "input" in parts else "codes",
             next((part for part in parts if part in ("one", "none")), "both"),
@@ -88,7 +85,9 @@ def parse(text: str) -> Case:
         ),
     )
     batch, sequence = (1, 128) if "small" in parts else (batch, sequence)
-    return Case(text, shape_of(config), setting, name, batch, sequence)
+    again, number = "full" if "again" in parts else "none", 2 if "accumulate" in parts else 1
+    passes = StepPasses(batch=batch, sequence=sequence, number=number, checkpointing=again)
+    return Case(text, shape_of(config), setting, name, passes)
 
 
 class Again(nn.Module):
@@ -115,7 +114,7 @@ def measure(text: str, device: str) -> int:
     if how.compiled and device != "cpu":
         torch._dynamo.config.recompile_limit = 4 * config.num_hidden_layers + 8
         compile_blocks(model)
-    if how.checkpointing:
+    if case.passes.checkpointing == "full":
         for index, block in enumerate(model.blocks):
             model.blocks[index] = Again(block)
     for step in range(5):
@@ -123,8 +122,8 @@ def measure(text: str, device: str) -> int:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         with dither.step_context(model, step=step):
-            for _ in range(2 if how.accumulate else 1):
-                words = torch.randint(config.vocab_size, (case.batch, case.sequence + 1), device=device)
+            for _ in range(case.passes.number):
+                words = torch.randint(config.vocab_size, (case.passes.batch, case.passes.sequence + 1), device=device)
                 with run.forward():
                     loss = model(words[:, :-1], words[:, 1:])
                 run.backward(loss)
@@ -146,7 +145,7 @@ def main() -> int:
     print(f"{'case':<36}{'tokens':>8}{'measured':>10}{'estimated':>11}{'error':>8}  at")
     results, wrong = [], 0
     for case in cases:
-        found = estimate(case.shape, case.setting, batch=case.batch, sequence=case.sequence)
+        found = estimate(case.shape, case.setting, case.passes)
         peak, failure = 0, ""
         if not given.list:
             births = multiprocessing.get_context("spawn")
@@ -159,7 +158,7 @@ def main() -> int:
         error = found.peak / peak - 1 if peak else None
         wrong += bool(failure) or (error is not None and abs(error) > 0.1)
         cells = ("-" if not peak else f"{peak / GIB:.2f}", f"{found.peak / GIB:.2f}", "-" if error is None else f"{error:+.1%}")
-        tokens = case.batch * case.sequence
+        tokens = case.passes.tokens
         print(f"{case.text:<36}{tokens:>8}{cells[0]:>10}{cells[1]:>11}{cells[2]:>8}  {failure or found.moment}", flush=True)
         parts = {part: found.parts[part] for part in PARTS}
         results.append({"case": case.text, "measured": peak, "estimated": found.peak, "parts": parts, "failure": failure})

@@ -50,9 +50,12 @@ def entries(module: str) -> str:
 
 
 def public_names(path: Path) -> list[str]:
-    """Return the public functions and classes of a file, and the names that it re-exports, without modules."""
+    """Return `__all__` of a file, or its public functions and classes and the names that it re-exports, without modules."""
     names = []
     body = ast.parse(path.read_text(encoding="utf-8")).body
+    for node in body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return list(ast.literal_eval(node.value))
     lazy = [node for block in body if isinstance(block, ast.If) for node in block.body]  # under `if TYPE_CHECKING`
     for node in (*body, *lazy):
         if isinstance(node, ast.ImportFrom) and node.module:

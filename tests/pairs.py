@@ -17,7 +17,7 @@ from dither.ops.triton import philox as kernel_philox
 from dither.ops.triton import quantize as kernel_quantize
 from dither.ops.triton import rounding as kernel_rounding
 from dither.ops.triton import sampling as kernel_sampling
-from dither.spec import Rounding
+from dither.spec import Rounding, levels
 from dither.spec.formats import TABLE, Format
 from dither.spec.optimizer import BLOCKS, MAPS, MASTERS, WHOLE, Update
 from dither.spec.random import Draw, matrix_size
@@ -144,6 +144,39 @@ def check_apart(x: Tensor, along: Cast, across: Cast) -> int:
     """Two casts, one per layout."""
     found = (code.quantize_apart(x, along, across) for code in (quantize, kernel_quantize))
     return sum(map(differing, *found))
+
+
+# Levels ---------------------------------------------------------------------------------------------------------------
+
+FAMILIES = (
+    "e4m3 tile(128)|e2m1 tile(128) stochastic(16)",
+    "e4m3 block(128)|e2m1 block(128)|e3m2 block(128)",
+    "e5m2 tensor|e2m1 tensor stochastic(8)",
+    "e4m3 row|e2m3 row|e2m1 row|e2m1 row stochastic(16)",
+    "e4m3 tile(32) pow2_ceil|e2m1 tile(32) pow2|e2m1 tile(32) pow2_ceil stochastic(16)",
+)
+
+
+def family_of(text: str) -> levels.Family:
+    casts = list(map(Cast.parse, text.split("|")))
+    found = levels.families(casts)
+    assert set(found) == set(casts)
+    return found[casts[0]]
+
+
+def check_level(x: Tensor, text: str, backend: str) -> int:
+    """Codes and scales of every level against those of its cast alone, in one layout and in both."""
+    family, place, wrong = family_of(text), torch.tensor([3, 16, 5], device=x.device), 0
+    for number, cast in enumerate(family.casts):
+        level = torch.tensor([number], dtype=torch.int32, device=x.device)
+        drawn = place if cast.round.kind == "stochastic" else None
+        rest = (None, family.container, 0)
+        both = torch.ops.dither.quantize_both(x, str(family), *rest, place, 0, 0, backend, level)
+        wrong += sum(map(differing, both, torch.ops.dither.quantize_both(x, str(cast), *rest, drawn, 0, 0, backend)))
+        for axis in (0, 1):
+            one = torch.ops.dither.quantize(x, str(family), axis, *rest, place, 0, 0, backend, level)
+            wrong += sum(map(differing, one, torch.ops.dither.quantize(x, str(cast), axis, *rest, drawn, 0, 0, backend)))
+    return wrong
 
 
 # Sampled weights ------------------------------------------------------------------------------------------------------

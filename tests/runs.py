@@ -1,5 +1,6 @@
 """Texts to train on, tiny runs and their settings, what a run says, and what a command prints, for tests that train."""
 
+import json
 import random
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -7,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_output import error_line
 
 from dither import cli
 from dither.console import Tick, silent
@@ -20,7 +20,7 @@ from dither.train.loop import Outcome, train
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog")
 
 
-def write_bottles(folder: Path, documents: int = 40, times: int = 5) -> Path:
+def write_bottles(folder: Path, documents: int = 60, times: int = 5) -> Path:
     """Write documents that repeat a sentence, which a tiny model learns in a few steps. Return their folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(documents):
@@ -37,8 +37,11 @@ def write_words(folder: Path, documents: int, words: int = 30) -> Path:
     return folder
 
 
-SHORT = ("run.eval_every=0", "run.sample_every=0", "guard.spike=ignore")
-"""A run that does nothing but train, evaluate at its end, and save."""
+SHORT = (
+    *("run.eval_every=0", "run.sample_every=0", "guard.spike=ignore", "run.device=cpu", "run.eval_sequences=2"),
+    *("data.sequence=16", "data.batch=4"),
+)
+"""A run on a CPU that does nothing but train, evaluate at its end, and save."""
 
 
 def config_of(text: Path, out: Path, *changes: Sequence[str] | str) -> Config:
@@ -54,6 +57,29 @@ def trained_run(
     data = Data(sources=(str(text),), sequence=16, batch=2, held_out=0.2)
     asked = RunSettings(steps=steps, eval_sequences=3, save_every=save_every, sample_every=0, out=str(out), device="cpu")
     return train(Config(model=model or Model(), data=data, precision=Precision(**precision), run=asked))
+
+
+def lines(out: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """Return the lines of metrics of a run, of one kind or all."""
+    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if kind in (None, line["kind"])]
+
+
+def losses(out: Path, kind: str = "train") -> list[float]:
+    """Return the losses of a run by step: of a step that was trained again after a resume, the last."""
+    return [line["loss"] for line in {line["step"]: line for line in lines(out, kind)}.values()]
+
+
+def error_line(printed: str) -> str:
+    """Return the sentence of a failed command with its line end; it is the last line and the only one of its kind.
+
+    >>> error_line("Reading runs/a ...\\ndither: error: There is no run 'runs/a'.\\n")
+    "dither: error: There is no run 'runs/a'.\\n"
+    """
+    lines = printed.splitlines()
+    assert [line.startswith("dither: error: ") for line in lines] == [False] * (len(lines) - 1) + [True], printed
+    assert "Traceback" not in printed
+    return f"{lines[-1]}\n"
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> str:

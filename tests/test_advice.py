@@ -8,33 +8,34 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-from command_output import error_line
+from runs import error_line
 
 from dither import UserError, cli
 from dither.models import PRESETS, build, save_pretrained
 from dither.tools import doctor
 from dither.tools.doctor import print_advice
-from dither.tools.gpus import ACCELERATORS, LARGE, SMALL, Accelerator, advice_here
+from dither.tools.gpus import GPUS, Gpu, cpu_here, gpu_named
 from dither.tools.memory import (
     GIB,
     LLAMAS,
-    Passes,
+    PrecisionChoice,
     ScheduledLayout,
     Setting,
     Shape,
+    StepPasses,
     estimate,
     layouts,
     llama3_of,
     llama_of,
-    memory_per_gpu,
     model_shape,
     shape_of,
 )
-from dither.tools.recommend import GPUS, Advice, Gpu, advise, gpu_named, recommend, selection
-from dither.tools.scaling import CHOICES, Choice, Job, Step, gathering, rank, step_seconds
+from dither.tools.recommend import Advice, advice_for, advice_here, recommend
+from dither.tools.scaling import CHOICES, Job, TrainingStep, gathering, rank
 from dither.train import Config
 from dither.train import config as configs
 
+SMALL = {name: shape_of(PRESETS[name]) for name in ("tiny", "llama-134m")}
 SIZES = {"134M": 134e6, "1B": 1.2e9, "3B": 3e9, "8B": 8e9, "13B": 13e9, "70B": 70e9}
 
 
@@ -57,9 +58,9 @@ def guide(gpu: str, billions: float, risk: str, experience: str) -> str:
 
 def kind(found) -> str:
     """A recommendation in the guide's words."""
-    if found.recipe is not None:
-        return "FP4 experimental" if "fp4" in found.recipe else "FP8 (TE)"
-    return {"fp16": "FP16 mixed", "fp32": "FP32"}.get(found.mode, "BF16 mixed")
+    if found.choice.recipe is not None:
+        return "FP4 experimental" if "fp4" in found.choice.recipe else "FP8 (TE)"
+    return {"fp16": "FP16 mixed", "fp32": "FP32"}.get(found.choice.mode, "BF16 mixed")
 
 
 def roomy(name: str) -> Gpu:
@@ -97,18 +98,18 @@ def test_what_is_recommended_fits_and_runs(gpu, risk):
         if not found.batch:
             assert found.reasons[0].startswith("It does not fit: one sequence of 2048 tokens needs")
         if risk == "none":
-            assert (found.recipe, found.states) == (None, None)
-            assert found.mode in ("o1", "fp16")
-        if found.recipe is not None:
+            assert (found.choice.recipe, found.choice.states) == (None, None)
+            assert found.choice.mode in ("o1", "fp16")
+        if found.choice.recipe is not None:
             assert gpu.capability >= (8, 9)
-        assert ("fp16" in found.mode) == (gpu.capability < (8, 0))
+        assert ("fp16" in found.choice.mode) == (gpu.capability < (8, 0))
         configs.override(Config(), list(found.settings))  # the trainer takes them
 
 
 def test_less_memory_means_a_leaner_setting_and_says_why():
     shape = llama_of(3e9)
     found = [recommend(shape, Gpu("GPU", (8, 0), gib * GIB)) for gib in (160, 60, 40, 34, 30, 12)]
-    assert [each.summary for each in found] == [
+    assert list(map(str, found)) == [
         "o1",
         "bf16-sr",
         "bf16-sr",
@@ -118,31 +119,27 @@ def test_less_memory_means_a_leaner_setting_and_says_why():
     ]
     assert found[-1].batch == 0
     assert found[4].reasons[-1] == "Only 4096 tokens fit into a pass: accumulate gradients."
-    needs = estimate(shape, Setting(mode="o1"), batch=4, sequence=2048).peak / GIB
+    needs = estimate(shape, Setting(mode="o1"), StepPasses(batch=4, sequence=2048)).peak / GIB
     assert f"o1 needs {needs:.0f} GiB for 4 x 2048 tokens, and 57 GiB can be used." in found[1].reasons
 
 
 def test_machines_without_units():
-    assert recommend(llama_of(134e6), Gpu("GTX", (6, 1), 80 * GIB)).mode == "fp32"
-    found = advise([Gpu("cpu", None, 8 * GIB)], SMALL, bf16_slowdown=250.0)
+    assert recommend(llama_of(134e6), Gpu("GTX", (6, 1), 80 * GIB)).choice.mode == "fp32"
+    found = advice_for([Gpu("cpu", None, 8 * GIB)], SMALL, slowdown=250.0)
     assert [row[:3] for row in found.rows] == [("cpu", "tiny", "fp32"), ("cpu", "llama-134m", "fp32")]
     assert "BF16 products take 250 times as long" in found.notes[-1]
-    assert advise([Gpu("cpu", None, 8 * GIB)], SMALL, bf16_slowdown=1.0).notes == found.notes[:-1]
+    assert advice_for([Gpu("cpu", None, 8 * GIB)], SMALL, slowdown=1.0).notes == found.notes[:-1]
 
 
 def test_gpus_that_are_alike_count_once():
-    assert advise([GPUS["h200"]] * 8, LARGE) == advise([GPUS["h200"]], LARGE)
-
-
-def test_shapes_of_the_doctor_are_those_of_presets():
-    for name, shape in {**SMALL, **LARGE}.items():
-        assert shape == shape_of(PRESETS[name]), name
+    assert advice_for([GPUS["h200"]] * 8, SMALL) == advice_for([GPUS["h200"]], SMALL)
 
 
 def test_the_table_in_the_docs_is_that_of_the_function():
     page = (Path(__file__).parent.parent / "docs" / "memory.md").read_text()
-    for row in selection(list(GPUS.values()), {size: llama_of(count) for size, count in SIZES.items()}):
-        assert f"| {' | '.join(row)} |" in page
+    for gpu in GPUS.values():
+        found = [recommend(llama_of(count), gpu) for count in SIZES.values()]
+        assert f"| {gpu.name} | {' | '.join(str(each) if each.batch else 'does not fit' for each in found)} |" in page
 
 
 def test_sizes_of_models_from_anywhere(tmp_path):
@@ -179,6 +176,17 @@ def test_memory_by_part_and_mode(capsys):
     assert "o1 + fp8-block + int8" in capsys.readouterr().out
 
 
+def test_memory_as_json(capsys):
+    words = ["memory", "llama-1b", "--mode", "o1", "bf16-sr", "--json"]
+    assert cli.main([*words, "--gpu", "h200"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    expected = estimate(shape_of(PRESETS["llama-1b"]), Setting(), StepPasses(batch=8, sequence=2048))
+    assert found["estimates"]["o1"] == {"memory_bytes": expected.parts, "peak_bytes": expected.peak, "peak_moment": "loss"}
+    assert (found["parameters"], found["passes"]["batch"]) == (1261529088, 8)
+    assert found["recommended"]["choice"] == {"mode": "o1", "recipe": "fp8-current", "states": None}
+    assert found["largest_batch"] == {"o1": 32, "bf16-sr": 32}
+
+
 def test_memory_of_a_run(tmp_path, capsys):
     out = tmp_path / "run"
     out.mkdir()
@@ -187,8 +195,8 @@ def test_memory_of_a_run(tmp_path, capsys):
     assert cli.main(["memory", str(out)]) == 0
     shown = capsys.readouterr().out
     assert shown.splitlines()[0].startswith("134,105,856 parameters, 2 x 512 tokens per pass")
-    setting = Setting(mode="bf16-sr", accumulate=True)
-    peak = estimate(shape_of(PRESETS["llama-134m"]), setting, batch=2, sequence=512).peak / GIB
+    passes = StepPasses(batch=2, sequence=512, number=4)
+    peak = estimate(shape_of(PRESETS["llama-134m"]), Setting(mode="bf16-sr"), passes).peak / GIB
     assert f"{peak:.2f}" in shown.splitlines()[-2]
 
 
@@ -214,7 +222,7 @@ def test_mistakes_are_one_line(given, said, capsys):
 def test_doctor_ends_with_advice(capsys):
     found = advice_here()
     test = doctor.SelfTest((), "here", "there", 0)
-    doctor.print_report(doctor.Report((), doctor.devices(), "cpu", (), test, advice=found))
+    doctor.print_report(doctor.MachineReport((), (cpu_here(),), "cpu", (), test, advice=found))
     shown = capsys.readouterr().out
     assert shown.index("Advice") > shown.index("Self-test")
     assert found.notes[0] in shown
@@ -229,6 +237,11 @@ def test_doctor_needs_no_safetensors():
 
 def test_a_gpu_by_name():
     assert gpu_named("h200") is GPUS["h200"]
+    assert gpu_named("A100") is gpu_named("a100-80gb", rated=True) is GPUS["a100-80gb"]
+    with pytest.raises(UserError, match=r"There is no GPU 'RTX' in the list: V100-32GB, T4"):
+        gpu_named("RTX")
+    with pytest.raises(UserError, match="There is no GPU 'T4' in the list: a100, h100, h200, b200"):
+        gpu_named("T4", rated=True)
 
 
 # `dither advise` -------------------------------------------------------------------------------------------------------
@@ -237,7 +250,7 @@ def test_a_gpu_by_name():
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = "".join((DOCS / page).read_text() for page in ("many-gpus.md", "results/many-gpus.md"))
 
-H200 = ACCELERATORS["h200"]
+H200, H100, A100 = GPUS["h200"], GPUS["h100-80gb"], GPUS["a100-80gb"]
 TORCHAO_CASTS = 1.75
 """Passes of torchao's casts over their bytes: fitted on its rows below."""
 SHAPES = {
@@ -252,51 +265,52 @@ SHAPES = {
 
 STEPS = [
     # (size, precision, thousand tokens per second on an H200, peak GiB or None): docs/benchmarks.md and runs of the same kind
-    ("134M", Choice("o1"), 523.58, 22.36),
-    ("134M", Choice("bf16-sr", "fp8-current"), 583.06, None),
-    ("360M", Choice("o1"), 187.71, 34.38),
-    ("1B", Choice("o1"), 65.90, 42.42),
-    ("1B", Choice("o1", "fp8-current"), 85.00, 39.97),
-    ("1B", Choice("o1", "fp8-block"), 79.69, 40.10),
-    ("1B", Choice("bf16-sr"), 68.97, 31.71),
-    ("1B", Choice("bf16-sr", "fp8-current"), 90.85, 31.28),
-    ("3B", Choice("o1"), 24.29, 61.46),
-    ("3B", Choice("o1", "fp8-current"), 32.02, 59.66),
-    ("3B", Choice("o1", "fp8-block"), 30.09, 59.76),
-    ("3B", Choice("bf16-sr"), 26.98, 35.53),
-    ("3B", Choice("bf16-sr", "fp8-current"), 36.15, 39.63),
-    ("8B, 4 blocks", Choice("o1"), 87.77, 20.41),
-    ("8B, 4 blocks", Choice("o1", "fp8-current"), 117.74, 19.85),
-    ("8B, 4 blocks", Choice("o1", "fp8-block"), 107.74, 19.87),
-    ("8B, 4 blocks", Choice("bf16-sr"), 95.39, 11.89),
-    ("8B, 4 blocks", Choice("bf16-sr", "fp8-current"), 130.47, 12.95),
+    ("134M", PrecisionChoice("o1"), 523.58, 22.36),
+    ("134M", PrecisionChoice("bf16-sr", "fp8-current"), 583.06, None),
+    ("360M", PrecisionChoice("o1"), 187.71, 34.38),
+    ("1B", PrecisionChoice("o1"), 65.90, 42.42),
+    ("1B", PrecisionChoice("o1", "fp8-current"), 85.00, 39.97),
+    ("1B", PrecisionChoice("o1", "fp8-block"), 79.69, 40.10),
+    ("1B", PrecisionChoice("bf16-sr"), 68.97, 31.71),
+    ("1B", PrecisionChoice("bf16-sr", "fp8-current"), 90.85, 31.28),
+    ("3B", PrecisionChoice("o1"), 24.29, 61.46),
+    ("3B", PrecisionChoice("o1", "fp8-current"), 32.02, 59.66),
+    ("3B", PrecisionChoice("o1", "fp8-block"), 30.09, 59.76),
+    ("3B", PrecisionChoice("bf16-sr"), 26.98, 35.53),
+    ("3B", PrecisionChoice("bf16-sr", "fp8-current"), 36.15, 39.63),
+    ("8B, 4 blocks", PrecisionChoice("o1"), 87.77, 20.41),
+    ("8B, 4 blocks", PrecisionChoice("o1", "fp8-current"), 117.74, 19.85),
+    ("8B, 4 blocks", PrecisionChoice("o1", "fp8-block"), 107.74, 19.87),
+    ("8B, 4 blocks", PrecisionChoice("bf16-sr"), 95.39, 11.89),
+    ("8B, 4 blocks", PrecisionChoice("bf16-sr", "fp8-current"), 130.47, 12.95),
 ]
 TORCHAO = [
     # torchao's FP8 layers with tensor scales, which torchtitan's published runs have
-    ("1B", Choice("o1", "fp8-current"), 78.88),
-    ("3B", Choice("o1", "fp8-current"), 29.39),
-    ("8B, 4 blocks", Choice("o1", "fp8-current"), 110.41),
+    ("1B", PrecisionChoice("o1", "fp8-current"), 78.88),
+    ("3B", PrecisionChoice("o1", "fp8-current"), 29.39),
+    ("8B, 4 blocks", PrecisionChoice("o1", "fp8-current"), 110.41),
 ]
 TRAINER = [
-    ("134M, trainer", Choice("o1"), 642.0, None),
-    ("134M, trainer", Choice("bf16-sr"), 673.0, None),
-    ("134M, trainer", Choice("bf16-sr", None, "dynamic8"), 674.0, None),
+    ("134M, trainer", PrecisionChoice("o1"), 642.0, None),
+    ("134M, trainer", PrecisionChoice("bf16-sr"), 673.0, None),
+    ("134M, trainer", PrecisionChoice("bf16-sr", None, "dynamic8"), 674.0, None),
 ]
 """Runs of the trainer, which no constant was fitted on."""
 
 
 def step_row(
-    size: str, choice: Choice, speed: float, peak: float | None, gpu: Accelerator = H200
+    size: str, choice: PrecisionChoice, speed: float, peak: float | None, gpu: Gpu = H200
 ) -> tuple[float, float | None, str]:
     """Return the deviations of time and memory, and the row of the docs page."""
     shape, batch, sequence = SHAPES[size]
-    passes = Passes(micro=batch, sequence=sequence)
-    predicted, measured = step_seconds(shape, choice.setting, gpu, passes), batch * sequence / speed / 1e3
+    passes = StepPasses(batch=batch, sequence=sequence)
+    step = TrainingStep(shape=shape, setting=choice.setting, layout=ScheduledLayout(), passes=passes, gpu=gpu)
+    predicted, measured = step.seconds, batch * sequence / speed / 1e3
     time = predicted / measured - 1
     row = f"| {size} | {choice} | {measured * 1e3:.1f} | {predicted * 1e3:.1f} | {100 * time:+.1f} % |"
     if peak is None:
         return time, None, row + " | | |"
-    gib = memory_per_gpu(shape, choice.setting, ScheduledLayout(), passes).peak / GIB
+    gib = step.memory.peak / GIB
     memory = gib / peak - 1
     return time, memory, f"{row} {peak:.1f} | {gib:.1f} | {100 * memory:+.1f} % |"
 
@@ -322,17 +336,18 @@ EIGHT, SEVENTY, LARGEST = LLAMAS[2:]
 POWER = 0.9
 """Sustained rates of torchtitan's H100 of 500 W relative to one of 700 W: fitted on the first row."""
 H100_500W = replace(
-    ACCELERATORS["h100"],
-    gpu=Gpu("H100-96GB", (9, 0), 96 * 10**9),
+    H100,
+    name="H100-96GB",
+    memory=96 * 10**9,
     bandwidth=2.4e12,
     bf16=POWER * 989e12,
     fp8=POWER * 1979e12,
     cast_passes=TORCHAO_CASTS,
 )
 PLAIN = Setting(residual="bf16")
-FP8 = replace(Choice("o1", "fp8-current").setting, residual="bf16")
-HALF = Passes(micro=2, checkpointing="half")
-FULL = Passes(checkpointing="full")
+FP8 = replace(PrecisionChoice("o1", "fp8-current").setting, residual="bf16")
+HALF = StepPasses(batch=2, checkpointing="half")
+FULL = StepPasses(checkpointing="full")
 PUBLISHED = [
     # (title, step, tokens per second and GPU, GiB): torchtitan's benchmarks of December 2024 (H100) and June 2025 (H200)
     ("8B, 8 H100: dp_shard 8", EIGHT, PLAIN, ScheduledLayout(dp_shard=8), HALF, 6667, 77.0),
@@ -353,17 +368,17 @@ PUBLISHED = [
         SEVENTY,
         FP8,
         ScheduledLayout(dp_shard=32, tp=8),
-        replace(FULL, micro=16),
+        replace(FULL, batch=16),
         829,
         71.9,
     ),
-    ("the same, async TP", SEVENTY, FP8, ScheduledLayout(dp_shard=32, tp=8), replace(FULL, micro=16), 876, 67.6),
+    ("the same, async TP", SEVENTY, FP8, ScheduledLayout(dp_shard=32, tp=8), replace(FULL, batch=16), 876, 67.6),
     (
         "405B, 512 H100: dp_shard 8, tp 8, pp 8, FP8, async TP",
         LARGEST,
         FP8,
         ScheduledLayout(dp_shard=8, tp=8, pp=8),
-        replace(FULL, micro=4, number=8),
+        replace(FULL, batch=4, number=8),
         100,
         82.5,
     ),
@@ -372,7 +387,7 @@ PUBLISHED = [
         LARGEST,
         FP8,
         ScheduledLayout(dp_shard=8, tp=8, pp=8, schedule="interleaved-1f1b"),
-        replace(FULL, micro=2, number=16),
+        replace(FULL, batch=2, number=16),
         128,
         72.7,
     ),
@@ -386,12 +401,12 @@ def published_row(title, shape, setting, layout, passes, speed, gib) -> tuple[fl
     """Return the deviation of the speed, and the row of the docs page."""
     gpu = replace(H200, cast_passes=TORCHAO_CASTS) if "H200" in title else H100_500W
     gather = 1.0 if "H200" in title else 2.0  # only those runs gather FP8
-    step = Step(
+    step = TrainingStep(
         shape=shape,
         setting=setting,
         layout=layout,
         passes=passes,
-        accelerator=gpu,
+        gpu=gpu,
         async_tp="async" in title,
         gather_bytes=gather,
     )
@@ -415,24 +430,9 @@ def test_published_runs_deviate_as_the_docs_say(row):
 # Memory and communication ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("again", "number"), [("none", 1), ("none", 4), ("full", 1), ("full", 4)])
-def test_on_one_gpu_the_estimate_is_that_of_dither_memory(again, number):
-    shape = shape_of(PRESETS["llama-1b"])
-    passes = Passes(micro=2, sequence=2048, number=number, checkpointing=again)
-    for choice in CHOICES:
-        setting = replace(choice.setting, checkpointing=again == "full", accumulate=number > 1)
-        own = memory_per_gpu(shape, choice.setting, ScheduledLayout(), passes)
-        theirs = estimate(shape, setting, batch=2, sequence=2048)
-        assert list(own.moments) == list(theirs.moments)
-        for moment, parts in theirs.moments.items():
-            for part, size in parts.items():
-                assert own.moments[moment][part] == pytest.approx(size, abs=shape.layers), (choice, moment, part)
-
-
 def test_shards_hold_their_part_and_gather_two_blocks():
     alone, four = (
-        memory_per_gpu(EIGHT, Setting(), layout, Passes()).moments
-        for layout in (ScheduledLayout(), ScheduledLayout(dp_shard=4))
+        estimate(EIGHT, Setting(), StepPasses(), layout).moments for layout in (ScheduledLayout(), ScheduledLayout(dp_shard=4))
     )
     for part in ("weights", "gradients", "states"):
         assert four["update"][part] == pytest.approx(alone["update"][part] / 4, rel=1e-6)
@@ -444,7 +444,7 @@ def test_shards_hold_their_part_and_gather_two_blocks():
 
 def test_a_pipeline_holds_as_many_micro_batches_as_stages_and_keeps_its_stage_gathered():
     def parts(layout: ScheduledLayout, number: int):
-        return memory_per_gpu(EIGHT, Choice("bf16-sr").setting, layout, Passes(number=number)).moments["loss"]
+        return estimate(EIGHT, PrecisionChoice("bf16-sr").setting, StepPasses(number=number), layout).moments["loss"]
 
     one, four = parts(ScheduledLayout(), 8), parts(ScheduledLayout(pp=4), 8)
     assert four["activations"] == one["activations"]  # a quarter of the blocks, for four micro-batches
@@ -460,13 +460,17 @@ def test_a_pipeline_holds_as_many_micro_batches_as_stages_and_keeps_its_stage_ga
 def test_traffic_counts_every_byte_once_per_link():
     assert gathering(1e9, 1, 1).nvlink == 0
     assert gathering(1e9, 4, 1).network == pytest.approx(0.75e9)  # one GPU per node: everything over its own network card
-    step = Step(
-        shape=EIGHT, setting=Choice("bf16-sr").setting, layout=ScheduledLayout(dp_shard=16), passes=Passes(), accelerator=H200
+    step = TrainingStep(
+        shape=EIGHT,
+        setting=PrecisionChoice("bf16-sr").setting,
+        layout=ScheduledLayout(dp_shard=16),
+        passes=StepPasses(),
+        gpu=H200,
     )
     weights = step.traffic["weights"]
     assert weights.nvlink == pytest.approx(2 * 2 * EIGHT.parameters * 15 / 16)  # twice, 2 bytes each
     assert weights.network == pytest.approx(2 * 2 * EIGHT.parameters / 2 / 8)  # from one of two nodes, over eight cards
-    coded = replace(step, setting=Choice("bf16-sr", "fp8-current").setting).traffic["weights"]
+    coded = replace(step, setting=PrecisionChoice("bf16-sr", "fp8-current").setting).traffic["weights"]
     assert coded.nvlink < 0.6 * weights.nvlink
     replicas = replace(step, layout=ScheduledLayout(dp_replicate=2, dp_shard=8)).traffic["gradients"]
     assert replicas.network == pytest.approx(2 * EIGHT.parameters / 8)  # an all-reduce of a shard: twice a half
@@ -475,19 +479,19 @@ def test_traffic_counts_every_byte_once_per_link():
 
 
 def test_a_pipeline_idles_for_its_bubble():
-    step = Step(
+    step = TrainingStep(
         shape=EIGHT,
-        setting=Choice("o1").setting,
+        setting=PrecisionChoice("o1").setting,
         layout=ScheduledLayout(pp=4),
-        passes=Passes(number=8),
-        accelerator=H200,
+        passes=StepPasses(number=8),
+        gpu=H200,
     )
     parts = step.seconds_by_part
     assert parts["bubbles"] == pytest.approx(3 / 8 * (parts["compute"] + parts["waiting"]), rel=0.01)
     again = replace(step, layout=ScheduledLayout(pp=4, schedule="interleaved-1f1b"))
     assert again.seconds_by_part["bubbles"] == pytest.approx(parts["bubbles"] / 2, rel=0.01)
     with pytest.raises(UserError, match="needs as many passes"):
-        replace(step, passes=Passes(number=3))
+        replace(step, passes=StepPasses(number=3))
 
 
 # The search -----------------------------------------------------------------------------------------------------------
@@ -503,7 +507,7 @@ def test_layouts_multiply_to_the_gpus_and_never_split_heads_or_blocks():
 
 
 def test_options_fit_and_are_ranked_by_speed():
-    found = rank(Job(shape=EIGHT, accelerator=ACCELERATORS["h100"], gpus=8))
+    found = rank(Job(shape=EIGHT, gpu=H100, gpus=8))
     speeds = [option.step.tokens_per_second for option in found.options]
     assert speeds == sorted(speeds, reverse=True)
     assert {option.choice for option in (*found.options, *found.refused)} == set(CHOICES)
@@ -515,12 +519,12 @@ def test_options_fit_and_are_ranked_by_speed():
 
 
 def test_a_gpu_without_fp8_units_gets_no_casts_and_too_little_memory_is_refused():
-    found = rank(Job(shape=llama3_of(13e9), accelerator=ACCELERATORS["a100"], gpus=2))
+    found = rank(Job(shape=llama3_of(13e9), gpu=A100, gpus=2))
     assert all(option.choice.recipe is None for option in (*found.options, *found.refused))
     assert found.refused
     assert "does not fit: needs" in found.refused[0].shortfall(found.job.usable)
     with pytest.raises(UserError, match=r"No layout fits on 8 H100-80GB: the leanest, .* lacks \d+\.\d GiB per GPU"):
-        _ = rank(Job(shape=LARGEST, accelerator=ACCELERATORS["h100"], gpus=8)).best
+        _ = rank(Job(shape=LARGEST, gpu=H100, gpus=8)).best
 
 
 @pytest.mark.parametrize("billions", [1.5, 2, 5, 13, 30, 100, 200, 600])

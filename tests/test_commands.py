@@ -7,19 +7,13 @@ import shutil
 
 import pytest
 import torch
-from runs import said, trained_run, write_words
+from runs import said, trained_run
 
 from dither import UserError, checkpoint, cli
 from dither.data import open_tokens, train_bpe
 from dither.evaluate import perplexity
 from dither.evaluate.deployment import parse_cast
 from dither.models import build, preset, save_pretrained
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    """Documents of a few words."""
-    return write_words(tmp_path_factory.mktemp("text"), 60)
 
 
 @pytest.fixture(scope="module")

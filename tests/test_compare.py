@@ -15,11 +15,11 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
-from runs import said, write_words
+from runs import said
 
-from dither import Sampling, UserError, convert, step_context
+from dither import Sampling, UserError, cli, convert, step_context
 from dither.evaluate import estimates
-from dither.report import curves, figures
+from dither.report import figures
 from dither.report.comparison import Comparison, Entry, shown
 from dither.settings import value_at
 from dither.tools import arms, trials
@@ -28,12 +28,6 @@ from dither.train.config import Config, Data, RunSettings
 from dither.train.loop import train
 
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    """Documents of a few words."""
-    return write_words(tmp_path_factory.mktemp("text"), 60)
 
 
 # Names and runs --------------------------------------------------------------------------------------------------------
@@ -107,8 +101,10 @@ def test_a_comparison(text, tmp_path, capsys, monkeypatch):
         if path.name != "config.toml":
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     assert "continue with --resume" in said(capsys, "compare", "fp32", *arguments, code=2)
-    said(capsys, "compare", "fp32", "--resume", *arguments)
-    assert json.loads((out / "fp32" / "metrics.jsonl").read_text().splitlines()[-1])["loss"] == ends[0]["loss"]
+    assert cli.main(["compare", "fp32", "--resume", "--json", *map(str, arguments)]) == 0
+    numbers = json.loads(capsys.readouterr().out)  # and nothing else: the run printed to stderr
+    assert [entry["loss"] for entry in numbers["entries"]] == [ends[0]["loss"]]
+    assert numbers == json.loads((out / "comparison.json").read_text())
 
 
 def test_a_comparison_of_several_seeds(text, tmp_path, capsys, monkeypatch):
@@ -274,16 +270,23 @@ def test_estimates_are_means_of_seeds_and_of_differences_within_seeds():
     assert estimates.estimate(mine).error == pytest.approx(np.std(mine, ddof=1) / math.sqrt(3))
     assert estimates.estimate([2.0]) == estimates.Estimate(2.0, None, 1)
     assert estimates.estimate([2.0, None]) is estimates.paired([2.0, 3.0], [1.0, None]) is estimates.estimate([]) is None
-    assert estimates.Estimate(0.3, 0.1, 3).decided
-    assert not estimates.Estimate(0.2, 0.1, 3).decided  # two standard errors are not beyond two
+    # Student's t at 97.5 %: 4.303 for 3 seeds, 2.262 for 10.
+    assert [estimates.Estimate(mean, 0.1, 3).decided for mean in (0.29, 0.43, 0.4304)] == [False, False, True]
+    assert [estimates.Estimate(mean, 0.1, 10).decided for mean in (0.226, 0.2263)] == [False, True]
     assert not estimates.Estimate(5.0, None, 1).decided
 
 
-def test_a_winner_is_named_beyond_two_standard_errors_only():
+def test_a_winner_is_named_outside_of_students_interval_only():
     clear = compared(o1=[3.0, 3.5, 4.0], sr=[2.8, 3.31, 3.79]).sentences()
     assert clear == ("Lowest held-out loss: sr with 3.3000 ± 0.2858; o1 is 0.2000 ± 0.0058 behind.",)
     (tied,) = compared(o1=[3.0, 3.5, 4.0], sr=[2.8, 3.6, 3.9]).sentences()
-    assert tied == "No winner: sr and o1 are statistically tied, within 2 standard errors of their differences."
+    tie = "are statistically tied: the 95 % confidence intervals of their differences contain 0 (Student's t, 3 seeds)."
+    assert tied == f"No winner: sr and o1 {tie}"
+    # More than two standard errors are no lead with three seeds.
+    three = compared(o1=[3.1, 3.2, 3.3], sr=[3.0, 3.0, 3.25])
+    assert abs(three.ranking()[0].difference.mean) > 2 * three.ranking()[0].difference.error
+    assert three.winner is None
+    assert three.sentences() == (f"No winner: sr and o1 {tie}",)
     single = compared(o1=[3.0], sr=[2.0]).sentences()
     assert single[0] == "Lowest held-out loss: sr with 2.0000."
     assert "One seed: differences may be chance" in single[1]
@@ -306,7 +309,8 @@ def test_the_best_value_of_each_arm():
     assert found.sentences() == (
         "o1: best at optim.lr = 2, held-out loss 3.0000 ± 0.0577.",
         "sr: lowest held-out loss 2.8833 ± 0.0928 at optim.lr = 4, statistically tied with 2; 4 is an end of the sweep.",
-        "Lowest held-out loss: sr at 4 with 2.8833 ± 0.0928; o1 at 2 is 0.1167 ± 0.0441 behind.",
+        "No winner: sr at 4 and o1 at 2 are statistically tied: the 95 % confidence intervals of their differences contain 0 "
+        "(Student's t, 3 seeds).",
     )
     # Differences between arms are those of each at its own best value.
     assert found.ranking()[1].difference is None
@@ -321,19 +325,19 @@ def test_the_figure_of_a_sweep(values, tmp_path):
     losses = {value: [3.0 - 0.1 * place, 3.1] for place, value in enumerate(values)}
     losses[values[2]] = [None, 1.0]
     found = compared("optim.lr", o1=losses, sr=losses)
-    path = figures.sweep_file(found, tmp_path / "new" / "sweep.svg")
+    chart = found.sweep_chart()
+    path = figures.write_drawing(figures.draw_chart(chart), tmp_path / "new" / "sweep.svg")
     ElementTree.parse(path)  # well-formed
     text = path.read_text()
-    assert figures.sweep_file(found, tmp_path / "again.svg").read_text() == text
+    assert figures.write_drawing(figures.draw_chart(chart), tmp_path / "sweep.svg").read_text() == text
     assert all(f">{word}<" in text for word in ("o1", "sr", "optim.lr"))
     assert "<b>" not in text
-    chart = curves.sweep_chart(found)
     assert [(line.label, line.y) for line in chart.lines] == [
         (arm, tuple((losses[value][0] + losses[value][1]) / 2 for value in values[:2])) for arm in ("o1", "sr")
     ]
     assert [text for _, text in chart.ticks] == [shown(value) for value in values]
     assert "did not reach its last step" in chart.about
-    assert curves.sweep_chart(compared(o1=[1.0])) is None
+    assert compared(o1=[1.0]).sweep_chart() is None
 
 
 # A sweep, whole --------------------------------------------------------------------------------------------------------

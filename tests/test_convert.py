@@ -4,11 +4,11 @@ import copy
 import dataclasses
 import io
 import json
-import random
 
 import pytest
 import torch
 from rich.console import Console
+from runs import config_of, write_words
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -20,7 +20,6 @@ from dither.spec import PRODUCTS, LayerPrecision, Plan
 from dither.spec.engines import Verified
 from dither.spec.recipes import RECIPES, recipe
 from dither.train import Config, train
-from dither.train import config as configs
 from dither.train.ranks import joined
 from dither.train.trainer import Trainer
 
@@ -629,17 +628,13 @@ def test_layers_whose_names_are_numbers_are_listed_by_them() -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A text, and a plan that no matrix units take in some layers."""
-    folder, order = tmp_path_factory.mktemp("text"), random.Random(0)
-    for number in range(40):
-        (folder / f"{number}.txt").write_text(" ".join(order.choice(["one", "two", "three", "four"]) for _ in range(60)))
+    folder = write_words(tmp_path_factory.mktemp("text"), 40, 60)
     Plan((("*.down_proj", GROUPS_OF_8),), LayerPrecision()).save(folder / "plan.json")
     return folder
 
 
 def settings(folder, out, *more: str) -> Config:
-    small = ["data.sequence=16", "data.batch=2", "run.steps=1", "run.eval_every=0", "run.sample_every=0", "run.device=cpu"]
-    given = [f'data.sources=["{folder}/*.txt"]', f'run.out="{out}"', "run.eval_sequences=1", *small, *more]
-    return configs.override(Config(), given)
+    return config_of(folder / "*.txt", out, "data.batch=2", "run.steps=1", more)
 
 
 def conversion(run: Config, out):

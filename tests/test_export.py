@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 from exported import SIZES, TOKENS, trained
 from lazily import Lazy
-from runs import said, trained_run, write_words
+from runs import said, trained_run
 
 import dither
 from dither import Plan, UserError, checkpoint
@@ -196,6 +196,8 @@ def test_experts_that_transformers_cannot_read_are_kept_or_written_for_vllm(tmp_
     assert any("engine='vllm'" in layer.reason for layer in record.kept)
     record = dither.export(trained("mixtral"), tmp_path / "vllm", format="nvfp4", engine="vllm")
     assert [layer.name for layer in record.kept] == ["lm_head"]
+    with pytest.raises(UserError, match=r"--check loads .* does not read experts in nvfp4: leave it out"):
+        dither.export(trained("mixtral"), tmp_path / "checked", format="nvfp4", engine="vllm", check=True)
     one = "model.layers.0.block_sparse_moe.experts.1"
     tensors = read(tmp_path / "vllm")
     assert tensors[f"{one}.w1.weight_global_scale"].shape == (1,)
@@ -598,12 +600,6 @@ def test_scaled_rotary_embeddings_windows_and_existing_files_are_refused(tmp_pat
 
 
 # `dither export`, `dither generate`, `dither chat`, and models loaded from runs, on runs of a few steps ----------------
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    """Documents of a few words."""
-    return write_words(tmp_path_factory.mktemp("text"), 30)
 
 
 def run_of(text, out, model=None, **precision):

@@ -122,10 +122,11 @@ def test_speeds_of_runs_alone_are_preferred():
 
 
 def test_a_row_says_what_is_missing_and_the_rest_goes_on(tmp_path):
+    held_out = ((1000, 4.5), (2000, 4.25))
     runs = [
-        result(seed=0),
+        result(seed=0, held_out=held_out),
         result(seed=1),
-        result("sr", seed=0),
+        result("sr", seed=0, held_out=held_out),
         result("sr", seed=1, status="diverged", loss=None, why="NaN."),
     ]
     report = LadderReport("o1", ("o1", "sr", "rn"), tuple(runs), ("The result 'x' is not used.",), missing=4)
@@ -135,7 +136,7 @@ def test_a_row_says_what_is_missing_and_the_rest_goes_on(tmp_path):
     assert "'x' is not used" in text
     assert [row.loss.count for row in report.rows] == [2, 1]
     paths = write_ladder(report, tmp_path / "new")
-    assert [path.name for path in paths] == ["ladder.md", "ladder.json", "losses.svg", "differences.svg"]
+    assert [path.name for path in paths] == ["ladder.md", "ladder.json", "losses.svg", "differences-m3e+06.svg"]
     assert json.loads(paths[1].read_text())["rows"][1]["difference"]["count"] == 1
 
 

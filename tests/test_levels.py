@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from pairs import FAMILIES, check_level, family_of
 from torch import Tensor, nn
 
 import dither
@@ -15,44 +16,13 @@ from dither.spec.formats import Format
 from dither.spec.levels import NO_LEVELS, families, indices, levels_of
 from dither.spec.random import Draw
 
-FAMILIES = (
-    "e4m3 tile(128)|e2m1 tile(128) stochastic(16)",
-    "e4m3 block(128)|e2m1 block(128)|e3m2 block(128)",
-    "e5m2 tensor|e2m1 tensor stochastic(8)",
-    "e4m3 row|e2m3 row|e2m1 row|e2m1 row stochastic(16)",
-    "e4m3 tile(32) pow2_ceil|e2m1 tile(32) pow2|e2m1 tile(32) pow2_ceil stochastic(16)",
-)
-
-
-def family_of(text: str) -> levels.Family:
-    casts = list(map(Cast.parse, text.split("|")))
-    found = families(casts)
-    assert set(found) == set(casts)
-    return found[casts[0]]
-
 
 @pytest.mark.parametrize("text", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_level_chooses_its_cast(text: str, dtype: torch.dtype) -> None:
     """Every level gives the codes and scales of its cast alone, in one layout and in both (kernels: test_pairs.py)."""
-    family = family_of(text)
     x = torch.randn(160, 256, generator=torch.Generator().manual_seed(1)).to(dtype)
-    place = torch.tensor([3, 16, 5])
-    for number, cast in enumerate(family.casts):
-        level = torch.tensor([number], dtype=torch.int32)
-        drawn = place if cast.round.kind == "stochastic" else None
-        both = torch.ops.dither.quantize_both(x, str(family), None, family.container, 0, place, 0, 0, "reference", level)
-        assert same(both, torch.ops.dither.quantize_both(x, str(cast), None, family.container, 0, drawn, 0, 0, "reference"))
-        for axis in (0, 1):
-            rest = (axis, None, family.container, 0)
-            one = torch.ops.dither.quantize(x, str(family), *rest, place, 0, 0, "reference", level)
-            assert same(one, torch.ops.dither.quantize(x, str(cast), *rest, drawn, 0, 0, "reference"))
-
-
-def same(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> bool:
-    return all(
-        a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits(a), bits(b)) for a, b in zip(one, other, strict=True)
-    )
+    assert check_level(x, text, "reference") == 0
 
 
 def bits(x: Tensor) -> Tensor:

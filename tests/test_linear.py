@@ -78,7 +78,7 @@ def data(m: int, k: int, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def layer_of(how: LayerPrecision, w: Tensor, bias: Tensor | None = None, **options) -> Linear:
-    layer = Linear(w.shape[1], w.shape[0], bias is not None, precision=how, name=NAME, seed=SEED, **options)
+    layer = Linear(w.shape[1], w.shape[0], bias is not None, w.device, precision=how, name=NAME, seed=SEED, **options)
     with torch.no_grad():
         layer.weight.copy_(w)
         if bias is not None:
@@ -96,19 +96,11 @@ def cast(x: Tensor, how: Cast | None, axis: int, purpose: str, row: int, step: i
 
 def products(x: Tensor, w: Tensor, dy: Tensor, how: LayerPrecision) -> dict[str, tuple[Tensor, Tensor]]:
     """The operands A [P, L] and B [Q, L] of each product, cast along L."""
+    fwd, dx, dw = "forward", "input_grad", "weight_grad"
     return {
-        "forward": (
-            cast(x, how.cast("forward", "input"), 1, "input", ROW),
-            cast(w, how.cast("forward", "weight"), 1, "weight", 0),
-        ),
-        "input_grad": (
-            cast(dy, how.cast("input_grad", "grad"), 1, "grad", ROW),
-            cast(w, how.cast("input_grad", "weight"), 0, "weight", 0).T,
-        ),
-        "weight_grad": (
-            cast(dy, how.cast("weight_grad", "grad"), 0, "grad", ROW).T,
-            cast(x, how.cast("weight_grad", "input"), 0, "input", ROW).T,
-        ),
+        fwd: (cast(x, how.cast(fwd, "input"), 1, "input", ROW), cast(w, how.cast(fwd, "weight"), 1, "weight", 0)),
+        dx: (cast(dy, how.cast(dx, "grad"), 1, "grad", ROW), cast(w, how.cast(dx, "weight"), 0, "weight", 0).T),
+        dw: (cast(dy, how.cast(dw, "grad"), 0, "grad", ROW).T, cast(x, how.cast(dw, "input"), 0, "input", ROW).T),
     }
 
 

@@ -5,7 +5,6 @@ import io
 import json
 import math
 import os
-import random
 import shutil
 import signal
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from runs import config_of, lines
 from torch import Tensor
 from worlds import Forked, forked
 
@@ -38,33 +38,9 @@ STEPS = 6
 TIMES = ("time", "tokens_per_s", "seconds")
 
 
-@pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documents that a model can learn something from, and enough of them that some are held out."""
-    folder = tmp_path_factory.mktemp("text")
-    words = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "and", "runs", "away")
-    order = random.Random(0)
-    for number in range(60):
-        (folder / f"{number}.txt").write_text(" ".join(order.choice(words) for _ in range(60)))
-    return folder
-
-
 def settings(text: Path, out: Path, *more: str) -> Config:
-    small = [
-        "data.sequence=16",
-        "data.batch=4",
-        f"run.steps={STEPS}",
-        "run.eval_every=0",
-        "run.sample_every=0",
-        "run.log_every=1",
-    ]
-    small += ["run.save_every=3", "run.keep_last=9", "run.eval_sequences=4", "run.device=cpu", "guard.spike=ignore"]
-    return configs.override(Config(), [f'data.sources=["{text}"]', f'run.out="{out}"', *small, *more])
-
-
-def lines(out: Path, kind: str | None = None) -> list[dict]:
-    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in found if kind in (None, line["kind"])]
+    small = [f"run.steps={STEPS}", "run.log_every=1", "run.save_every=3", "run.keep_last=9", "run.eval_sequences=4"]
+    return config_of(text, out, small, more)
 
 
 def state(out: Path, step: int = STEPS) -> tuple[dict[str, torch.Tensor], dict]:
@@ -251,6 +227,21 @@ def test_killed_and_resumed_is_straight(text: Path, tmp_path: Path) -> None:
     for line in lines(tmp_path / "straight", "train"):
         again = last["train", line["step"]]
         assert {key: again[key] for key in line if key not in TIMES} == {key: line[key] for key in line if key not in TIMES}
+
+
+def test_resumes_from_a_step_whose_replacement_never_finished(text: Path, tmp_path: Path) -> None:
+    """A kill between the two renames of a step that is saved again leaves the earlier one under another name."""
+    train(settings(text, tmp_path / "straight"))
+    shutil.copytree(tmp_path / "straight", tmp_path / "killed")
+    folder = tmp_path / "killed" / "checkpoints"
+    checkpoint.drop(folder, after=3)
+    (folder / "step-00000003").rename(folder / ".replaced-step-00000003")
+    (folder / ".saving-step-00000003").mkdir()
+    resumed = train(settings(text, tmp_path / "killed"), resume=True)
+    assert (resumed.code, resumed.step) == (0, STEPS)
+    assert [line["resumed_from"] for line in lines(tmp_path / "killed", "start")] == [None, 3]
+    assert_same(tmp_path / "killed", tmp_path / "straight")
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000003", "step-00000006"]
 
 
 def _train_into(place: str, *arguments: str) -> int:
@@ -739,23 +730,9 @@ def test_the_norm_is_that_of_unscaled_gradients_and_skips_are_told(text: Path, t
 # SIGTERM in every phase of a run ---------------------------------------------------------------------------------------
 
 
-WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs")
-
-
-@pytest.fixture(scope="module")
-def phase_text(tmp_path_factory):
-    folder, draw = tmp_path_factory.mktemp("text"), random.Random(0)
-    for number in range(60):
-        (folder / f"{number}.txt").write_text(" ".join(draw.choice(WORDS) for _ in range(60)))
-    return folder
-
-
-def config(phase_text: Path, out: Path, *more: str) -> Config:
-    small = ["data.sequence=8", "data.batch=2", "run.steps=6", "run.eval_every=0", "run.sample_every=0", "run.save_every=0"]
-    return configs.override(
-        Config(),
-        [f'data.sources=["{phase_text}"]', f'run.out="{out}"', *small, "run.eval_sequences=8", "run.device=cpu", *more],
-    )
+def config(text: Path, out: Path, *more: str) -> Config:
+    small = ["data.sequence=8", "data.batch=2", "run.steps=6", "run.save_every=0", "run.eval_sequences=8"]
+    return config_of(text, out, small, more)
 
 
 def term(*_):
@@ -768,7 +745,7 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("phase", ["tokenizing", "verifying", "building"])
-def test_before_the_first_step_nothing_is_kept(phase, phase_text, tmp_path, monkeypatch):
+def test_before_the_first_step_nothing_is_kept(phase, text, tmp_path, monkeypatch):
     never = threading.Event()
 
     def long(*_, **__):
@@ -778,14 +755,14 @@ def test_before_the_first_step_nothing_is_kept(phase, phase_text, tmp_path, monk
     monkeypatch.setattr(ranks, "LEAVING", 0.1)
     where = {"tokenizing": (Tokenizer, "encode_all"), "verifying": (corpus, "open_tokens"), "building": (trainers, "_model")}
     monkeypatch.setattr(*where[phase], long)
-    outcome = train(config(phase_text, tmp_path / "run"))
+    outcome = train(config(text, tmp_path / "run"))
     assert (outcome.code, outcome.why, outcome.step) == (143, "Received SIGTERM before the first step.", 0)
     assert not (tmp_path / "run").exists()
     monkeypatch.undo()
-    assert train(config(phase_text, tmp_path / "run")).code == 0
+    assert train(config(text, tmp_path / "run")).code == 0
 
 
-def test_a_signal_within_a_destructor_is_not_lost(phase_text, tmp_path, monkeypatch, capfd):
+def test_a_signal_within_a_destructor_is_not_lost(text, tmp_path, monkeypatch, capfd):
     """Python ignores what a destructor raises, and prints it."""
 
     class Last:
@@ -799,15 +776,15 @@ def test_a_signal_within_a_destructor_is_not_lost(phase_text, tmp_path, monkeypa
 
     monkeypatch.setattr(guard, "AGAIN", 0.1)
     monkeypatch.setattr(trainers, "_model", long)
-    assert train(config(phase_text, tmp_path / "run")).code == 143
+    assert train(config(text, tmp_path / "run")).code == 143
     assert capfd.readouterr().err == ""
 
 
-def test_tokenizing_stops_between_two_batches(phase_text, tmp_path, monkeypatch):
+def test_tokenizing_stops_between_two_batches(text, tmp_path, monkeypatch):
     stop, real = threading.Event(), Tokenizer.encode_all
     monkeypatch.setattr(Tokenizer, "encode_all", lambda self, texts: (stop.set(), real(self, texts))[1])
     with pytest.raises(InterruptedError):
-        corpus.prepare(str(phase_text), tmp_path / "tokens", stop=stop)
+        corpus.prepare(str(text), tmp_path / "tokens", stop=stop)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -825,7 +802,7 @@ PHASES = {
 
 @pytest.mark.sampled(without=["planning"])
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_phase_is_left_and_the_step_is_saved(phase, phase_text, tmp_path, monkeypatch):
+def test_a_phase_is_left_and_the_step_is_saved(phase, text, tmp_path, monkeypatch):
     calls = []
 
     def first(real):
@@ -854,7 +831,7 @@ def test_a_phase_is_left_and_the_step_is_saved(phase, phase_text, tmp_path, monk
 
         monkeypatch.setattr("dither.snip.controller.choose", never)
     out = tmp_path / "run"
-    outcome = train(config(phase_text, out, *PHASES[phase]))
+    outcome = train(config(text, out, *PHASES[phase]))
     assert (outcome.code, outcome.how) == (143, "signal"), outcome
     assert len(calls) <= 2  # of one, or one more for what was already on its way
     assert Status.load(out).state == "interrupted"
@@ -862,13 +839,13 @@ def test_a_phase_is_left_and_the_step_is_saved(phase, phase_text, tmp_path, monk
     assert checkpoint.step_of(path) == outcome.step == Status.load(out).step
     assert 2 <= outcome.step <= 4
     monkeypatch.undo()
-    assert train(config(phase_text, out, *PHASES[phase]), resume=True).code == 0
-    assert train(config(phase_text, tmp_path / "straight", *PHASES[phase])).code == 0
+    assert train(config(text, out, *PHASES[phase]), resume=True).code == 0
+    assert train(config(text, tmp_path / "straight", *PHASES[phase])).code == 0
     resumed, straight = weights(out), weights(tmp_path / "straight")
     assert all(torch.equal(resumed[name], straight[name]) for name in straight)
 
 
-def test_a_step_that_does_not_end_is_abandoned(phase_text, tmp_path, monkeypatch):
+def test_a_step_that_does_not_end_is_abandoned(text, tmp_path, monkeypatch):
     """Such as one that compiles for minutes: gradients are not complete, so nothing is saved but what was."""
     real = passes.Passes.gradients
 
@@ -880,7 +857,7 @@ def test_a_step_that_does_not_end_is_abandoned(phase_text, tmp_path, monkeypatch
 
     monkeypatch.setattr(passes.Passes, "gradients", gradients)
     monkeypatch.setattr(trainers, "GRACE", 0.1)
-    outcome = train(config(phase_text, tmp_path / "run", "run.save_every=3"))
+    outcome = train(config(text, tmp_path / "run", "run.save_every=3"))
     assert (outcome.code, outcome.step) == (143, 4)
     assert "step 5 did not end within 10 s and was abandoned" in outcome.why
     path, _ = checkpoint.newest(tmp_path / "run" / "checkpoints")

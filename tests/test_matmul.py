@@ -482,7 +482,7 @@ def test_the_self_test_passes_units_that_are_right_and_no_others(kernels, monkey
 
     for wrong in (flushing, without_nan, *([] if name == "fp8-tensor" else [moved])):
         assert not doctor.units_check(name, "cpu", wrong).passed
-    assert doctor.units_check(name, "cpu", failing) == doctor.UnitsCheck(name, False, "no such units")
+    assert doctor.units_check(name, "cpu", failing) == doctor.Product(name, False, "no such units")
 
 
 HAVE: dict[tuple[int, int], tuple[str, ...]] = {

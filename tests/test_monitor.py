@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import config_of, lines
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -23,7 +24,6 @@ from dither.optim import AdamMini, AdamW
 from dither.optim.roles import Role
 from dither.spec import Cast, Sampling
 from dither.train import Config, train
-from dither.train import config as configs
 from dither.train.records import Progress
 
 FP8 = Plan(default=LayerPrecision.of("e4m3 tile(8)", "e4m3 block(8)", "e5m2 tile(8)"))
@@ -420,19 +420,9 @@ def test_experts_are_layers_too():
 # The trainer ----------------------------------------------------------------------------------------------------------
 
 
-def settings(folder: Path, *more: str) -> Config:
-    text = folder / "text"
-    if not text.exists():
-        text.mkdir()
-        for index in range(60):
-            (text / f"{index}.txt").write_text(f"{index} bottles of beer on the wall, {index} bottles of beer. " * 4)
-    small = ["data.sequence=16", "data.batch=4", "data.micro_batch=2", "run.steps=4", "run.eval_every=0", "run.sample_every=0"]
-    small += ["run.save_every=2", "run.eval_sequences=1", "run.device=cpu", "run.log_every=4"]
-    return configs.override(Config(), [f'data.sources=["{text}"]', *small, *more])
-
-
-def lines(folder: Path, kind: str) -> list[dict]:
-    return [line for text in (folder / "metrics.jsonl").read_text().splitlines() if (line := json.loads(text))["kind"] == kind]
+def settings(text: Path, out: Path, *more: str) -> Config:
+    small = ["data.micro_batch=2", "run.steps=4", "run.save_every=2", "run.log_every=4"]
+    return config_of(text, out, small, more)
 
 
 WAYS = {
@@ -445,11 +435,11 @@ WAYS = {
 
 @pytest.mark.sampled(without=["casts and noise"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_run_is_the_same_with_the_monitor_and_after_a_resume(tmp_path, way):
+def test_a_run_is_the_same_with_the_monitor_and_after_a_resume(text, tmp_path, way):
     more = ("optim.schedule=constant", "optim.warmup=0.0", *WAYS[way])
-    train(settings(tmp_path, f'run.out="{tmp_path}/plain"', *more))
-    train(settings(tmp_path, f'run.out="{tmp_path}/watched"', *more, "run.steps=2", "monitor.every=1"))
-    train(settings(tmp_path, f'run.out="{tmp_path}/watched"', *more, "monitor.every=2"), resume=True)
+    train(settings(text, tmp_path / "plain", *more))
+    train(settings(text, tmp_path / "watched", *more, "run.steps=2", "monitor.every=1"))
+    train(settings(text, tmp_path / "watched", *more, "monitor.every=2"), resume=True)
     folders = [tmp_path / name / "checkpoints" / "step-00000004" for name in ("plain", "watched")]
     (plain, _), (watched, _) = (checkpoints.load(folder) for folder in folders)
     assert all(torch.equal(plain[name], watched[name]) for name in plain)

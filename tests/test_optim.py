@@ -1,9 +1,7 @@
 """The optimizer class: groups, schedules, closures, saving and loading, loss scaling, bad input; and the modes of training."""
 
 import copy
-import io
 import json
-import pickle
 from collections.abc import Iterator
 
 import pytest
@@ -130,27 +128,7 @@ def test_a_state_that_was_loaded_is_a_copy() -> None:
     assert int(saved["state"][0]["step"]) == 2  # tensors of a state are the optimizer's own, as torch's are; counts are not
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
-def test_copies_of_model_and_optimizer_go_on_alike(how: str) -> None:
-    net = model()
-    optimizer = AdamW(net.named_parameters(), lr=1e-2, max_norm=3.0, nonfinite="skip")
-    train(net, optimizer, range(3))
-    if how == "deepcopy":
-        other_net, other = copy.deepcopy((net, optimizer))
-    elif how == "pickle":
-        other_net, other = pickle.loads(pickle.dumps((net, optimizer)))
-    else:
-        file = io.BytesIO()
-        torch.save((net, optimizer), file)
-        file.seek(0)
-        other_net, other = torch.load(file, weights_only=False)
-    assert (other.max_norm, other.nonfinite) == (3.0, "skip")
-    train(net, optimizer, range(3, 6))
-    train(other_net, other, range(3, 6))
-    assert same(bits(net, optimizer), bits(other_net, other))
-
-
-# Groups, schedules, closures ------------------------------------------------------------------------------------------
+# Groups ---------------------------------------------------------------------------------------------------------------
 
 
 def test_groups_have_their_own_options() -> None:
@@ -194,44 +172,6 @@ def test_a_group_that_comes_later() -> None:
         optimizer.add_param_group({"params": [("0.weight", nn.Parameter(torch.zeros(3)))]})
     assert len(optimizer.param_groups) == 2
     optimizer.step()
-
-
-def test_schedules_and_closures() -> None:
-    net = model(torch.float32)
-    optimizer = AdamW(net.named_parameters(), lr=1e-2)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: [1.0, 0.5, 0.0][min(step, 2)])
-    x = torch.ones(3, 24)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = net(x).square().mean()
-        loss.backward()
-        return loss
-
-    losses, rates, before = [], [], None
-    for _ in range(4):
-        before = [p.detach().clone() for p in net.parameters()]
-        losses.append(optimizer.step(closure).item())
-        rates.append(optimizer.param_groups[0]["lr"])
-        schedule.step()
-    assert losses[2] < losses[1] < losses[0]
-    assert rates == [1e-2, 5e-3, 0.0, 0.0]
-    assert same(before, [p.detach() for p in net.parameters()])  # a rate of 0 changes no weight
-
-
-def test_a_learning_rate_as_a_tensor_is_read_at_every_step_and_survives_loading() -> None:
-    nets = [model() for _ in range(2)]
-    rate = torch.tensor(1e-2)
-    by_tensor, by_number = AdamW(nets[0].named_parameters(), lr=rate), AdamW(nets[1].named_parameters(), lr=1e-2)
-    for step in range(4):
-        value = float(torch.tensor(1e-2 / (step + 1)))
-        rate.fill_(value)
-        by_number.param_groups[0]["lr"] = value
-        train(nets[0], by_tensor, range(step, step + 1))
-        train(nets[1], by_number, range(step, step + 1))
-    assert same(bits(nets[0], by_tensor), bits(nets[1], by_number))
-    by_tensor.load_state_dict(by_tensor.state_dict())
-    assert by_tensor.param_groups[0]["lr"] is rate
 
 
 def test_one_dimension_keeps_float32_moments_where_others_have_8_bits() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pairs
 import pytest
 import torch
-from runs import write_words
+from runs import config_of
 from torch.nn import functional
 
 import dither
@@ -178,32 +178,21 @@ def test_no_gradient_of_the_input_and_none_of_the_weight():
 # In the trainer --------------------------------------------------------------------------------------------------------
 
 
-def settings(tmp_path, name: str, *more: str) -> configs.Config:
-    text = write_words(tmp_path / "text", documents=40)
-    fields = [
-        f'data.sources=["{text}"]',
-        f'run.out="{tmp_path / name}"',
-        "run.steps=4",
-        "run.sample_every=0",
-        "run.eval_every=0",
-        "run.save_every=2",
-    ]
-    fields += ["data.sequence=16", "data.batch=2", "run.eval_sequences=2", "precision.mode=o1", "precision.recipe=fp8-block"]
-    return configs.override(configs.Config(), [*fields, *more])
+def settings(text, out, *more: str) -> configs.Config:
+    small = ["run.steps=4", "run.save_every=2", "data.batch=2", "precision.mode=o1", "precision.recipe=fp8-block"]
+    return config_of(text, out, small, more)
 
 
-def test_a_run_with_an_output_layer_in_fp8(tmp_path):
+def test_a_run_with_an_output_layer_in_fp8(text, tmp_path):
     """The option casts the output layer in every plan of a schedule, and a resumed run has the bits of a whole one."""
     more = ["precision.output=fp8-current", 'precision.schedule=[[0, "fp8-block"], [2, "mxfp8"]]']
-    whole = settings(tmp_path, "whole", *more)
+    whole = settings(text, tmp_path / "whole", *more)
     assert configs.loads(configs.dumps(whole)) == whole
     assert loop.train(whole).code == 0
     layers = {layer["name"]: layer for layer in json.loads((tmp_path / "whole" / "conversion.json").read_text())["layers"]}
     assert "e5m2 tensor" in json.dumps(layers["lm_head"])
     shutil.copytree(tmp_path / "whole", tmp_path / "half")
-    for path in (tmp_path / "half" / "checkpoints").iterdir():
-        if "4" in path.name:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    checkpoint.drop(tmp_path / "half" / "checkpoints", after=2)
     half = configs.override(whole, [f'run.out="{tmp_path}/half"'])
     assert loop.train(half, resume=True).code == 0
     tensors = [checkpoint.load(checkpoint.newest(tmp_path / name / "checkpoints")[0])[0] for name in ("whole", "half")]
@@ -218,9 +207,9 @@ def test_a_run_with_an_output_layer_in_fp8(tmp_path):
         (["precision.output=fp8-block", "snip.target=0.5", "snip.start=1", "snip.delay=1"], "does not go with snip.target"),
     ],
 )
-def test_outputs_that_are_refused(tmp_path, more, message):
+def test_outputs_that_are_refused(text, tmp_path, more, message):
     with pytest.raises(UserError, match=message):
-        settings(tmp_path, "run", *more)
+        settings(text, tmp_path / "run", *more)
 
 
 def test_an_alias_and_a_plan_without_a_default():

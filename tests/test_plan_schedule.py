@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import Listener, config_of, write_bottles
+from runs import Listener, config_of, lines
 from torch import nn
 
 import dither
@@ -302,19 +302,12 @@ def test_snip_chooses_anew_on_another_base_and_rests_on_one_without_casts():
 # The trainer -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_bottles(tmp_path_factory.mktemp("text"))
-
-
 def config(text: Path, out: Path, *more: str) -> Config:
-    small = ["data.sequence=8", "data.batch=2", "run.steps=6", "run.log_every=1", "run.save_every=3"]
-    return config_of(text, out, small, "run.eval_sequences=2", "run.device=cpu", more)
+    return config_of(text, out, "data.sequence=8", "data.batch=2", "run.steps=6", "run.log_every=1", "run.save_every=3", more)
 
 
 def events(out: Path) -> list[tuple[int, str, Plan]]:
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line["reason"], Plan.from_dict(line["plan"])) for line in lines if line["kind"] == "plan"]
+    return [(line["step"], line["reason"], Plan.from_dict(line["plan"])) for line in lines(out, "plan")]
 
 
 SCHEDULE = 'precision.schedule=[[0, "fp4-block"], [0.5, "fp8-block forward"], [5, "fp32"]]'

@@ -15,15 +15,16 @@ from random import Random
 from xml.etree import ElementTree
 
 import pytest
-from command_output import error_line
 from report_runs import EVIL, lines, make, seeds
+from runs import error_line
 
 from dither import UserError, checkpoint, cli, report
-from dither.report import charts, curves, figures, page, precision
+from dither.report import charts, figures, layers, page
 from dither.report.charts import format_colour
-from dither.report.comparison import Comparison, summarize
+from dither.report.comparison import Comparison
 from dither.report.figures import number_line
-from dither.report.page import section_of
+from dither.report.page import Section
+from dither.report.run_table import summarize
 from dither.spec.formats import TABLE, Format
 from dither.spec.recipes import recipe
 
@@ -89,6 +90,16 @@ def test_a_page_has_what_the_run_has(tmp_path):
     assert [len(line["y"]) for line in data["charts"]["loss"]["lines"]] == [40, 40, 1]
 
 
+def test_a_page_has_what_was_written_about_the_run(tmp_path, capsys):
+    run = make(tmp_path / "run", about_txt=f"The first try.\n{EVIL}\n")
+    html = report.render([report.read(run)])
+    assert "The first try." in Page(html).text
+    assert EVIL in Page(html).text
+    assert html.count("<script") == 2
+    assert cli.main(["runs", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["about"] == f"The first try.\n{EVIL}"
+
+
 def test_a_page_loads_nothing_and_runs_nothing(tmp_path):
     runs = report.read_all([make(tmp_path / "a"), make(tmp_path / "b", plan="nvfp4")])
     html = report.render(runs)
@@ -117,7 +128,7 @@ def test_whatever_a_run_says_stays_text(tmp_path):
         {"kind": "sample", "step": 41, "time": 5, "prompt": EVIL, "text": EVIL},
         {"kind": "guard", "step": 41, "time": 5, "event": EVIL, "text": EVIL},
         {"kind": "plan", "step": 42, "time": 5, "plan": recipe("mxfp4").to_dict(), "reason": EVIL},
-        {"kind": "bitwidths", "step": 42, "time": 5, "layers": {EVIL: {"mean": 4.5, "histogram": [[4, 1.0]]}}},
+        {"kind": "bitwidths", "step": 42, "time": 5, "layers": {EVIL: {"mean": 4.5, "formats": {EVIL: 1.0}}}},
         {"kind": "start", "step": 42, "time": 5, "resumed_from": EVIL},
     ]
     conversion = {
@@ -243,7 +254,7 @@ def test_hostile_lines_of_metrics(tmp_path):
         '{"kind": "eval", "step": 52, "loss": "<b>", "bits_per_byte": true}',
         '{"kind": "sample", "step": 53, "prompt": null, "text": ["a"]}',
         '{"kind": "bitwidths", "step": 54, "layers": [1]}',
-        '{"kind": "bitwidths", "step": 55, "layers": {"h.0.a": {"mean": "x", "histogram": [[1], [1, "x"], 3]}, "b": 3}}',
+        '{"kind": "bitwidths", "step": 55, "layers": {"h.0.b": {"mean": 3, "bins": [[1], [1, "x"], 3]}, "b": 3}}',
         '{"kind": "plan", "step": 56, "plan": {"version": 99}}',
         '{"kind": "plan", "step": 57}',
         '{"kind": "guard", "step": 58, "event": 3, "text": {}}',
@@ -257,7 +268,7 @@ def test_hostile_lines_of_metrics(tmp_path):
     told = found.missing[0]
     assert f"line {len(good) + 1} cannot be read: it is not JSON" in told
     assert f"and {len(bad) - 1} other lines" in told
-    assert found.state == "not known"
+    assert found.state == "unknown"
     html = report.render([found])
     assert len(embedded(html)["charts"]["loss"]["lines"][0]["y"]) == 40
     assert html.count("<script") == 2
@@ -294,7 +305,7 @@ def test_several_runs_are_told_apart_and_compared_with_the_first(tmp_path):
 
 def test_seeds_are_one_configuration_and_the_page_agrees_with_the_terminal(tmp_path, capsys):
     """A tie has no winner, in the terminal as on the page; curves are means with their standard errors."""
-    from dither.tools.trials import print_comparison
+    from dither.commands.compare import print_comparison
 
     losses = {"o1": [3.0, 3.2, 3.1], "bf16-sr": [2.99, 3.22, 3.08]}
     runs = report.read_all(seeds(tmp_path, losses))
@@ -322,6 +333,52 @@ def test_seeds_are_one_configuration_and_the_page_agrees_with_the_terminal(tmp_p
     assert clear.html().count('class="best"') == 1
 
 
+SHA, OTHER_SHA = (json.dumps({"corpus_sha256": letter * 64}) for letter in "ab")
+
+
+@pytest.mark.parametrize(
+    ("steps", "environment", "config", "words"),
+    [
+        (40, SHA, "", ""),
+        (20, SHA, "", "differ in training tokens (2 k and 4 k)."),
+        (40, OTHER_SHA, "", "differ in data."),
+        (40, SHA, "eval_sequences = 8\n", "differ in evaluation."),
+        (20, OTHER_SHA, "", "differ in training tokens (2 k and 4 k) and data."),
+    ],
+)
+def test_runs_that_do_not_compare_have_no_winner(tmp_path, capsys, steps, environment, config, words):
+    """Neither a sentence nor a mark names one, though all seeds agree."""
+    folders = []
+    for arm, loss, length, sha, more in (("o1", 3.0, 40, SHA, ""), ("bf16-sr", 2.5, steps, environment, config)):
+        for seed in range(3):
+            text = f'[precision]\nmode = "{arm}"\n[run]\nseed = {seed}\n{more}'
+            entries = lines(length, lambda step, loss=loss, seed=seed: loss + seed / 1000)
+            folders.append(make(tmp_path / f"{arm}-{seed}", entries, config_toml=text, environment_json=sha))
+    made = report.Report(report.read_all(folders))
+    html = made.html()
+    text = " ".join(Page(html).text.split())
+    assert (made.comparison.winner is None) == ('class="best"' not in html) == bool(words)
+    assert ("Lowest held-out loss: bf16-sr" in text) != bool(words)
+    assert ("These losses do not compare, and no winner is named" in text) == bool(words)
+    assert words in text
+    assert {"o1-0, o1-1 and o1-2", "bf16-sr-0, bf16-sr-1 and bf16-sr-2"} == {
+        row[-1] for row in made.comparison.ranking_table().rows
+    }
+
+
+def test_labels_name_all_that_makes_a_precision(tmp_path):
+    """Two runs that differ in SNIP's target alone, or in the states, are told apart."""
+    from dither.report.run_table import precision_of
+
+    base = {"mode": "fp32", "recipe": "fp8-block"}
+    assert precision_of({"precision": base, "snip": {"target": 0.5}}) == "fp32, fp8-block, SNIP target 0.5"
+    assert precision_of({"precision": base | {"states": "dynamic8"}}) == "fp32, fp8-block, dynamic8 states"
+    assert precision_of({"precision": base | {"output": "fp8-current"}}) == "fp32, fp8-block, fp8-current output"
+    for noise, name in (("rounded_normal", "GaussWS"), ("uniform", "DiffQ")):
+        assert precision_of({"precision": {"mode": "o1", "sampling": {"noise": noise, "parts": "all"}}}) == f"o1, {name} on all"
+    assert precision_of({"precision": base, "snip": {"options": "fp8,fp4"}}) == "fp32, fp8-block"
+
+
 def test_a_comparison_beside_the_runs_names_their_arms(tmp_path, capsys):
     folders = seeds(tmp_path, {"o1": [3.0, 3.2], "bf16-sr": [2.5, 2.75]})
     arms = {"o1": "mixed", "bf16-sr": "rounded"}
@@ -329,7 +386,7 @@ def test_a_comparison_beside_the_runs_names_their_arms(tmp_path, capsys):
         {**vars(entry), "arm": arms[entry.arm], "run": folder.name}
         for folder, entry in zip(folders, Comparison.of_runs(report.read_all(folders)).entries, strict=True)
     ]
-    (tmp_path / "comparison.json").write_text(json.dumps({"version": 1, "field": None, "entries": entries}))
+    (tmp_path / "comparison.json").write_text(json.dumps({"version": 2, "field": None, "entries": entries}))
     assert cli.main(["report", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'report.html'}\n"
     data = embedded((tmp_path / "report.html").read_text())
@@ -351,7 +408,7 @@ def test_the_precision_map_follows_the_plans_and_shows_the_last(tmp_path):
         {"kind": "plan", "step": 20, "time": 2, "plan": recipe("mxfp4").to_dict(), "reason": "chosen"},
         {"kind": "plan", "step": 30, "time": 2, "plan": recipe("mxfp4").to_dict(), "reason": "kept", "changed": False},
     ]
-    history, missing = precision.plan_history(report.read(make(tmp_path / "run", entries, "fp8-current", names)))
+    history, missing = layers.plan_history(report.read(make(tmp_path / "run", entries, "fp8-current", names)))
     assert missing == []
     assert history.grid.rows == ("Q", "down")
     assert history.grid.places == ((1, 0), (0, 0), (1, 1), (0, 1))
@@ -364,46 +421,41 @@ def test_the_precision_map_follows_the_plans_and_shows_the_last(tmp_path):
         *entries,
         {"kind": "plan", "step": 10, "time": 3, "plan": recipe("fp8-block").to_dict(), "reason": "after a rollback"},
     ]
-    later, _ = precision.plan_history(report.read(make(tmp_path / "again", again, "fp8-current", names)))
+    later, _ = layers.plan_history(report.read(make(tmp_path / "again", again, "fp8-current", names)))
     assert [state.step for state in later.states] == [0, 10]
-    plain, _ = precision.plan_history(report.read(make(tmp_path / "plain")))
+    plain, _ = layers.plan_history(report.read(make(tmp_path / "plain")))
     assert [state.reason for state in plain.states] == ["the run begins"]
 
 
-@pytest.mark.parametrize("recorded", [True, False])
-def test_no_bar_of_the_histogram_is_beyond_the_bitwidths(tmp_path, recorded):
-    """Runs of earlier versions counted weights by their bitwidth rounded up: their bars end at the largest one."""
+def test_no_bar_of_the_histogram_is_beyond_the_bitwidths(tmp_path):
+    recorded = {"bins": [[4.5, 0.59], [5.25, 0.41]], "deviation": 0.1, "formats": {"e4m3": 0.59, "bf16": 0.41}}
     layers = {
-        f"h.{n}.up": {"mean": 5.3, "min": 4.6, "max": high, "histogram": [[5, 0.59], [6, 0.41]], "weights": 100 * (n + 1)}
+        f"h.{n}.up": {"mean": 5.3, "min": 4.6, "max": high, "weights": 100 * (n + 1), **recorded}
         for n, high in enumerate((5.4, 5.2))
     }
-    if recorded:
-        for each in layers.values():
-            each |= {"bins": [[4.5, 0.59], [5.0, 0.41]], "deviation": 0.1, "formats": {"e4m3": 0.59, "bf16": 0.41}}
     entries = [*lines(), {"kind": "bitwidths", "step": 40, "time": 4, "layers": layers}]
     section = report.Report([report.read(make(tmp_path / "run", entries))]).sections[0]
-    bars = section.bitwidths.histogram.bars
+    bars = section.charts["bitwidths"]["run-0-histogram"].bars
     assert sum(share for *_, share in bars) == pytest.approx(1)
     assert min(low for low, *_ in bars) == 4.6
-    assert max(high for _, high, _ in bars) == (5.25 if recorded else 5.4)
+    assert max(high for _, high, _ in bars) == 5.4
     assert section.bitwidths.effective == pytest.approx(0.59 * 8 + 0.41 * 16)
     assert section.bitwidths.scale == (4.0, 6.0)
-    assert [row[0] for row in section.bitwidths.formats.rows] == ["e4m3", "bf16"]
+    assert [row[0] for row in section.bitwidths.formats().rows] == ["e4m3", "bf16"]
 
 
 def test_thinning_keeps_spikes_and_ends():
-    points = [(step, 1.0) for step in range(100_000)]
-    points[54_321] = (54_321, 9.0)
-    points[77] = (77, -5.0)
-    thin = charts.thin(points)
-    assert len(thin) <= charts.MOST_POINTS + 1
-    assert {(54_321, 9.0), (77, -5.0), points[-1]} <= set(thin)
+    losses = [1.0] * 100_000
+    losses[54_321], losses[77] = 9.0, -5.0
+    kept = charts.kept(losses)
+    assert len(kept) <= charts.MOST_POINTS + 1
+    assert {54_321, 77, 99_999} <= set(kept)
 
 
 def test_every_axis_has_the_positions_of_the_run(tmp_path):
     environment = json.dumps({"flops_per_token": 6e6})
     run = report.read(make(tmp_path / "run", environment_json=environment))
-    line = curves.loss_chart(curves.groups_of([run], None)).lines[0]
+    line = report.Report([run]).charts["loss"].lines[0]
     assert line.x["tokens"] == tuple(100 * step for step in line.x["steps"])
     assert line.x["seconds"] == pytest.approx([step / 10 for step in line.x["steps"]])
     assert line.x["FLOPs"] == pytest.approx([6e6 * tokens for tokens in line.x["tokens"]])
@@ -420,7 +472,7 @@ def test_figures_without_matplotlib_are_one_sentence(tmp_path, capsys, monkeypat
 
 
 def test_figures_for_papers_are_the_charts_of_the_page(tmp_path, capsys):
-    layers = {"h.0.up": {"mean": 4.0, "min": 3.5, "max": 4.5, "histogram": [[4, 0.5], [5, 0.5]]}}
+    layers = {"h.0.up": {"mean": 4.0, "min": 3.5, "max": 4.5, "bins": [[3.5, 0.5], [4.0, 0.5]]}}
     entries = [*lines(), {"kind": "bitwidths", "step": 40, "time": 4, "layers": layers}]
     run = make(tmp_path / "<b>", entries)
     assert cli.main(["report", str(run), "--svg", str(tmp_path / "svg"), "--png", str(tmp_path / "png")]) == 0
@@ -439,6 +491,106 @@ def test_figures_for_papers_are_the_charts_of_the_page(tmp_path, capsys):
     assert cli.main(["report", str(run), "--json", "-o", "x.html"]) == 2
 
 
+def test_figures_alone_say_that_there_is_no_page(tmp_path, capsys):
+    run = make(tmp_path / "run")
+    assert cli.main(["report", str(run), "--png", str(tmp_path / "png")]) == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines() == [
+        str(path) for path in sorted((tmp_path / "png").iterdir(), key=lambda p: p.stat().st_mtime_ns)
+    ]
+    assert "5 figures and no page were written: --out PAGE.html writes one as well." in said.err
+    assert cli.main(["report", str(run), "--png", str(tmp_path / "png"), "-o", str(tmp_path / "page.html")]) == 0
+    said = capsys.readouterr()
+    assert "no page" not in said.err
+    assert said.out.splitlines()[-1] == str(tmp_path / "page.html")
+
+
+def check_texts(draw):
+    """Check that no text of a drawing is LaTeX, and that all titles are inside of the figure; return the texts."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.text import Text
+
+    with figures._figure("") as figure:
+        draw(figure)
+        FigureCanvasAgg(figure).draw()
+        titles = [*(axes._left_title for axes in figure.axes), figure._suptitle]
+        boxes = [title.get_window_extent() for title in titles if title is not None and title.get_text()]
+        assert boxes
+        for box in boxes:
+            assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1
+            assert box.y1 <= figure.bbox.y1
+        texts = [text.get_text() for text in figure.findobj(Text) if text.get_text()]
+        assert not [text for text in texts if "$" in text or "\\" in text]
+        return texts
+
+
+@pytest.mark.parametrize(("low", "high"), [(1e-7, 3e-5), (2e-7, 5e-7), (0.5, 80.0), (1e4, 1e9)])
+def test_logarithmic_axes_have_plain_text_and_long_titles_are_whole(low, high):
+    line = charts.Line("a", {"tokens": (1e3, 1e6, 1e9)}, (low, (low * high) ** 0.5, high))
+    title = "Held-out loss, difference to bf16-sr, fp8-block, SNIP target 0.5, GaussWS on all, dynamic8 states"
+    chart = charts.LineChart(title, "nats", ("tokens",), (line,), log=True, log_x=True)
+    texts = check_texts(figures.draw_chart(chart))
+    assert len([text for text in texts if re.fullmatch(r"[\d.]+(·10[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+| [kMGT])?|10[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+", text)]) >= 4, (
+        texts
+    )
+
+
+def test_every_chart_and_map_of_a_real_run_is_a_figure(report_run):
+    made = report.Report([report.read(report_run)])
+    drawings = figures._drawings(made)
+    assert {figures._words(chart.title) for chart in made.charts.values()} < set(drawings)
+    maps = {name for name in drawings if name.endswith("-map")}
+    assert maps >= {"precision-map", "sensitivity-map", "sensitivity-of-the-loss-map", "bitwidth-map", "flushed-to-zero-map"}
+    for draw in drawings.values():
+        check_texts(draw)
+
+
+# The chart of the loss ---------------------------------------------------------------------------------------------------
+
+
+def loss_lines(folder, entries):
+    return {line.label: line for line in report.Report([report.read(make(folder, entries))]).charts["loss"].lines}
+
+
+def test_training_and_held_out_loss_are_named_for_what_they_are(tmp_path):
+    found = loss_lines(tmp_path / "a", [line for line in lines() if line["kind"] != "train" or line["step"] % 10 == 0])
+    assert list(found) == ["training, every 10 steps", "training, smoothed", "held-out"]
+    assert found["held-out"].colour != found["training, smoothed"].colour
+    assert next(iter(loss_lines(tmp_path / "b", lines()))) == "training, each step"
+
+
+def test_the_smoothed_loss_does_not_lag():
+    """Where held-out and training loss are the same, the drawn curves are too: an average of the past would lie above."""
+    random, true = Random(0), [2 + 3 * math.exp(-step / 300) for step in range(2000)]
+    found = charts.smoothed([loss + random.gauss(0, 0.1) for loss in true])
+    assert max(abs(a - b) for a, b in zip(found, true, strict=True)) < 0.06
+    assert abs(sum(a - b for a, b in zip(found[20:300], true[20:300], strict=True)) / 280) < 0.01
+    assert charts.smoothed([5.0, 4.0, 3.0, 2.0, 1.0, 0.0, -1.0]) == pytest.approx([5.0, 4.0, 3.0, 2.0, 1.0, 0.0, -1.0])
+    assert [charts.smoothed(values) for values in ([], [3.0], [3.0, 5.0])] == [[], [3.0], [3.0, 5.0]]
+
+
+def test_plan_changes_spikes_and_resumes_are_marked_on_the_loss(tmp_path):
+    plan = {"kind": "plan", "time": 0, "plan": recipe("mxfp4").to_dict(), "reason": "chosen"}
+    entries = [
+        *lines(),
+        *({**plan, "step": step, "changed": changed} for step, changed in ((0, True), (20, True), (30, False))),
+        *(
+            {"kind": "guard", "step": step, "time": 1, "event": event, "text": "x"}
+            for step, event in ((12, "spike"), (14, EVIL))
+        ),
+        {"kind": "start", "step": 25, "time": 3, "resumed_from": 24},
+        {"kind": "guard", "step": 99, "time": 9, "event": "spike", "text": "after the last line of training"},
+    ]
+    found = loss_lines(tmp_path / "run", entries)
+    dots = {label: (line.x["steps"], line.x["tokens"]) for label, line in found.items() if line.style == "dots"}
+    assert dots == {
+        "plan changed": ((20.0,), (2000.0,)),
+        "spike": ((12.0,), (1200.0,)),
+        "resumed": ((25.0,), (2500.0,)),
+    }
+    assert found["spike"].y[0] == pytest.approx(found["training, smoothed"].y[11])
+
+
 def test_figures_of_several_runs_are_named_after_them(tmp_path, capsys):
     runs = [make(tmp_path / name) for name in ("Long run", "long-run", "\N{CYRILLIC SMALL LETTER A}")]
     assert cli.main(["report", *map(str, runs), "--svg", str(tmp_path / "svg")]) == 0
@@ -455,7 +607,7 @@ def test_the_legend_of_many_curves_is_beside_them():
     arms = tuple(charts.Line(f"arm {n}", {"steps": (0.0, 1.0)}, (n, n + 1.0), n) for n in range(9))
     for count in (figures.MOST_INSIDE, 9):
         with figures._figure("legend") as figure:
-            figures._figure_of(charts.LineChart("Loss", "nats", ("steps",), arms[:count]))(figure)
+            figures.draw_chart(charts.LineChart("Loss", "nats", ("steps",), arms[:count]))(figure)
             FigureCanvasAgg(figure).draw()
             (axes,) = figure.axes
             inside = axes.get_legend() is not None
@@ -478,7 +630,7 @@ def test_a_problem_of_numerics_is_an_event_when_it_begins(tmp_path):
         {"kind": "numerics", "step": step, "time": 1.0, "layers": {}, "problems": problems}
         for step, problems in enumerate(shares)
     ]
-    events = section_of(report.read(make(tmp_path / "run", lines))).events
+    events = Section(report.read(make(tmp_path / "run", lines))).events
     assert events.rows == (("1", "numerics", clipped.format(3)), ("4", "numerics", clipped.format(5)))
 
 
@@ -487,7 +639,7 @@ def test_the_corners_of_the_frontier_are_optimal():
     random = Random(0)
     harm = tuple(tuple(random.random() for _ in range(4)) for _ in range(3))
     savings = tuple(tuple(random.random() for _ in range(4)) for _ in range(3))
-    corners = precision.frontier_points(harm, savings)
+    corners = layers.frontier_points(harm, savings)
     choices = [
         (
             sum(row[at] for row, at in zip(savings, choice, strict=True)),
@@ -502,7 +654,7 @@ def test_the_corners_of_the_frontier_are_optimal():
 
 
 def test_a_pipeline_waits_for_its_neighbours():
-    spans = precision.one_forward_one_backward([1.0, 0.5], 4)
+    spans = layers.one_forward_one_backward([1.0, 0.5], 4)
     ends = {(stage, kind, number): (begin, end) for stage, row in enumerate(spans) for begin, end, kind, number in row}
     for number in "1234":
         assert ends[1, "forward", number][0] >= ends[0, "forward", number][1]
@@ -533,11 +685,11 @@ def test_a_run_that_has_not_logged_yet_has_a_page(tmp_path):
 
 
 def test_how_a_run_ended(tmp_path):
-    for number, (state, words) in enumerate(
-        [("running", "running, or killed"), ("stopped", "stopped by the guard"), ("interrupted", "interrupted by a signal")]
-    ):
-        status = json.dumps({"state": state, "step": 7, "why": ""})
-        assert summarize(report.read(make(tmp_path / str(number), status_json=status))).state == words
+    told = {"running": "running", "stopped": "stopped by the guard", "interrupted": "interrupted by a signal"}
+    for state, words in told.items():
+        run = report.read(make(tmp_path / state, status_json=json.dumps({"state": state, "step": 7, "why": ""})))
+        assert summarize(run).state == state
+        assert f"{words} after 40 steps" in Section(run).lead
     assert summarize(report.read(make(tmp_path / "end", status_json=None))).state == "done"
 
 
@@ -618,17 +770,17 @@ def test_bitwidths_are_recorded_as_they_are(report_run, section):
 def test_the_plan_in_force_is_on_the_frontier_or_above(report_run, section):
     last = metrics(report_run, "plan")[-1]
     said = last["plan"]["provenance"]
-    least, chosen = section.snip.frontier.lines
+    least, chosen = section.charts["snip"]["run-0-frontier"].lines
     assert chosen.x["share saved"][0] == pytest.approx(said["efficiency"])
     assert chosen.y[0] == pytest.approx(said["harm"], rel=1e-6)
     below = max(y for x, y in zip(least.x["share saved"], least.y, strict=True) if x <= chosen.x["share saved"][0] + 1e-9)
     assert chosen.y[0] >= below - 1e-15
-    assert section.snip.frontier.marks == ((0.5, "target 0.5"),)
+    assert section.charts["snip"]["run-0-frontier"].marks == ((0.5, "target 0.5"),)
 
 
 def test_reasons_have_every_layer_once_and_its_option(report_run, section):
     last = metrics(report_run, "plan")[-1]
-    rows = {row[0]: row for row in section.snip.reasons.rows}
+    rows = {row[0]: row for row in section.reasons.rows}
     assert set(rows) == set(last["scores"]["layers"])
     for name, at in zip(last["scores"]["layers"], last["choice"]["chosen"], strict=True):
         assert rows[name][1] == last["scores"]["options"][at]
@@ -642,17 +794,19 @@ def test_stages_of_the_pipeline_take_what_their_layers_cost(report_run, section)
     works = [
         sum(cost for cost, name in zip(costs, last["scores"]["layers"], strict=True) if f"layers.{n}." in name) for n in (0, 1)
     ]
-    spans = [row[1] for row in section.snip.pipeline.rows]
+    spans = [row[1] for row in section.charts["snip"]["run-0-pipeline"].rows]
     busy = [sum(end - begin for begin, end, _, _ in row) for row in spans]
     assert busy[0] / busy[1] == pytest.approx(works[0] / works[1])
 
 
-def test_a_report_of_this_version_needs_no_torch(report_run, tmp_path):
-    """A page is written in a second, not after the seconds that torch takes to load."""
-    code = "import sys, dither.report as r; r.write([sys.argv[1]], sys.argv[2]); print('torch' in sys.modules)"
+@pytest.mark.parametrize("words", [["report", "{run}", "-o", "{page}"], ["runs", "{run}"], ["watch", "{run}", "--terminal"]])
+def test_commands_about_runs_import_neither_torch_nor_matplotlib(report_run, tmp_path, words):
+    """They answer in a second, not after the seconds that torch takes to load."""
+    code = "import sys; from dither import cli; cli.main(sys.argv[1:]); print({'torch', 'matplotlib'} & set(sys.modules))"
     environment = {**os.environ, "PYTHONPATH": str(Path(report.__file__).parents[2])}
-    arguments = [sys.executable, "-c", code, str(report_run), str(tmp_path / "page.html")]
-    assert subprocess.run(arguments, check=True, capture_output=True, text=True, env=environment).stdout == "False\n"
+    arguments = [word.format(run=report_run, page=tmp_path / "page.html") for word in words]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True, text=True, env=environment)
+    assert done.stdout.splitlines()[-1] == "set()"
 
 
 # `dither formats --plot` -----------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from runs import config_of
 from worlds import free_port
 
 from dither import UserError, checkpoint, cli, files, report, run_lock
@@ -22,21 +23,11 @@ from dither.train.config import Config
 from dither.train.passes import Passes
 from dither.train.records import Metrics
 
-SMALL = ("data.sequence=8", "data.batch=2", "run.steps=2", "run.eval_every=0", "run.sample_every=0", "run.log_every=1")
-SMALL += ("run.save_every=1", "run.eval_sequences=1", "run.device=cpu", "guard.spike=ignore")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("text")
-    for number in range(60):
-        (folder / f"{number}.txt").write_text(f"{number} bottles of beer on the wall, take {number % 7} down. " * 5)
-    return folder
+SMALL = ("data.sequence=8", "data.batch=2", "run.steps=2", "run.log_every=1", "run.save_every=1", "run.eval_sequences=1")
 
 
 def settings(text: Path, out: Path, *more: str) -> Config:
-    return configs.override(Config(), [f'data.sources=["{text}"]', f'run.out="{out}"', *SMALL, *more])
+    return config_of(text, out, SMALL, more)
 
 
 # The lock -------------------------------------------------------------------------------------------------------------

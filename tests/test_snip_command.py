@@ -3,15 +3,13 @@
 import io
 import json
 import math
-import random
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
-from command_output import error_line
-from runs import config_of, write_bottles
+from runs import config_of, error_line, lines
 
 import dither
 from dither import LayerPrecision, Plan, UserError, checkpoint, cli, recipe
@@ -36,20 +34,10 @@ STEPS = 10
 SNIP = ["snip.target=0.2", "snip.start=3", "snip.every=4", "snip.delay=2", "snip.probe=direct", f"snip.options='{LEVELS}'"]
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    folder, order = tmp_path_factory.mktemp("text"), random.Random(0)
-    words = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "runs", "away", "from", "it"]
-    for number in range(60):
-        (folder / f"{number}.txt").write_text(" ".join(order.choice(words) for _ in range(60)))
-    return folder
-
-
 def settings(text, out, *more):
-    small = ["data.sequence=16", "data.batch=4", f"run.steps={STEPS}", "run.eval_every=0", "run.sample_every=0"]
+    small = [f"run.steps={STEPS}", "run.save_every=1", "run.keep_last=99", "run.eval_sequences=4"]
     small += ["optim.schedule=constant", "optim.warmup=0.0"]  # so that a shorter run is the beginning of a longer one
-    small += ["run.save_every=1", "run.keep_last=99", "run.eval_sequences=4", "run.device=cpu"]
-    return configs.override(Config(), [f'data.sources=["{text}"]', f'run.out="{out}"', *small, *more])
+    return config_of(text, out, small, more)
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +46,6 @@ def run(text, tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "straight"
     assert train(settings(text, out, *SNIP)).code == 0
     return out
-
-
-def lines(out, kind):
-    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in found if line["kind"] == kind]
 
 
 def plan(*arguments):
@@ -255,8 +238,9 @@ def test_weights_and_the_row_wise_formula_reach_the_plan(run, text, tmp_path, ca
     assert line["plan"]["provenance"]["update_weight"] == 0
 
 
-def test_a_plan_trains(run, text, tmp_path):
-    assert plan(run, "--probe", "direct", "-o", tmp_path / "plan.json") == 0
+def test_a_plan_trains(run, text, tmp_path, capsys):
+    assert plan(run, "--probe", "direct", "-o", tmp_path / "plan.json", "--json") == 0
+    assert Plan.from_dict(json.loads(capsys.readouterr().out)) == Plan.load(tmp_path / "plan.json")
     config = settings(
         text, tmp_path / "run", "run.steps=1", "precision.mode=fp32", f'precision.plan="{tmp_path / "plan.json"}"'
     )
@@ -283,6 +267,9 @@ def test_frontier(run, capsys):
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
     assert [row[0] for row in rows] == ["0.000", "0.500", "1.000"]
     assert float(rows[0][2]) < float(rows[1][2]) < float(rows[2][2])
+    assert plan("frontier", run, "--probe", "direct", "--targets", "3", "--stages", "1", "1", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [f"{each['harm']:.4g}" for each in found] == [row[2] for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -473,24 +460,19 @@ def test_the_command(tmp_path, capsys):
 # The trainer -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_bottles(tmp_path_factory.mktemp("text"))
-
-
-def config(words: Path, out: Path, *more: str) -> Config:
+def config(text: Path, out: Path, *more: str) -> Config:
     small = ["data.sequence=4", "data.batch=2", "run.steps=4", "run.save_every=2", "precision.mode=o1"]
-    return config_of(words, out, small, "run.eval_sequences=2", "run.device=cpu", more)
+    return config_of(text, out, small, more)
 
 
 @pytest.mark.sampled(without=["schedule"])
 @pytest.mark.parametrize(
     "plans", ["precision.recipe=fp8-auto", "precision.schedule=[[0, 'fp4-block'], [3, 'fp8-auto']]"], ids=["recipe", "schedule"]
 )
-def test_a_run_measures_once(plans, words, tmp_path):
+def test_a_run_measures_once(plans, text, tmp_path):
     """A resumed run has the plan that was stored, though the times say something else now."""
     path = times_file(tmp_path / "times.json", 8, k384=(1e-5, 2e-5, 2e-5))
-    run = config(words, tmp_path / "run", plans, f"precision.times={path}")
+    run = config(text, tmp_path / "run", plans, f"precision.times={path}")
     straight = train(run)
     last = tmp_path / "run" / "checkpoints" / "step-00000004"
     stored = json.loads((tmp_path / "run" / "plans.json").read_text())["plans"]["fp8-auto"]
@@ -500,9 +482,9 @@ def test_a_run_measures_once(plans, words, tmp_path):
     shutil.rmtree(last)
     assert train(run, resume=True).loss == straight.loss
     with pytest.raises(UserError, match="has no times"):
-        train(config(words, tmp_path / "new", plans, f"precision.times={path}"))
+        train(config(text, tmp_path / "new", plans, f"precision.times={path}"))
     with pytest.raises(UserError, match="fp8-auto measures times on a CUDA GPU"):
-        train(config(words, tmp_path / "new", plans))
+        train(config(text, tmp_path / "new", plans))
     assert not (tmp_path / "new").exists()
 
 
@@ -512,23 +494,23 @@ class SecondRank(Ranks):
 
     rank: int = 1
     world: int = 2
-    heard: tuple[str, ...] = ()
+    heard: object = None
     error: str = ""
 
-    def gather(self, words: str) -> list[str]:
-        assert words == ""
-        return [next(line for line in self.heard if line), words]
+    def gather(self, value: object) -> list[object]:
+        assert value is None
+        return [self.heard, value]
 
     def first_error(self, error: str) -> str:
         return error or self.error
 
 
-def test_the_second_rank_uses_the_times_of_the_first(words, tmp_path):
+def test_the_second_rank_uses_the_times_of_the_first(text, tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.ReLU())
     row = {str(option.precision): 1.0 / (place + 1) for place, option in enumerate(candidates_of(RECIPES))}
-    ranks = SecondRank(torch.device("cpu"), heard=(json.dumps(["H200", "2.11", row]),))
-    plan = measured_plan(config(words, tmp_path), model, ranks, 8, lambda _: None)
+    ranks = SecondRank(torch.device("cpu"), heard=("H200", "2.11", row))
+    plan = measured_plan(config(text, tmp_path), model, ranks, 8, lambda _: None)
     assert plan.default == recipe("fp8-current").default
     assert plan.provenance["gpu"] == "H200"
     with pytest.raises(UserError, match="rank 0 has no GPU"):
-        measured_plan(config(words, tmp_path), model, SecondRank(torch.device("cpu"), error="rank 0 has no GPU"), 8, print)
+        measured_plan(config(text, tmp_path), model, SecondRank(torch.device("cpu"), error="rank 0 has no GPU"), 8, print)

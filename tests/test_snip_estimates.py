@@ -893,7 +893,7 @@ def test_times_are_taken_as_they_are():
     assert rows[3][7] == pytest.approx(0.5 / 1.75)
     assert chosen(rows, [0, 0, 7, 7]) == pytest.approx(1)
     assert costs(layers(1), BOTH, times)[2][7] == 0.25
-    with pytest.raises(UserError, match=r"do not include layer 'model.layers.0.self_attn.q_proj' with option 'bf16/bf16/bf16'"):
+    with pytest.raises(UserError, match=r"do not include the layer 'model.layers.0.self_attn.q_proj' in bf16/bf16/bf16"):
         efficiency(layers(1), options("bf16,fp8"), times)
 
 

@@ -233,14 +233,12 @@ def test_compiled_models_are_seen():
 def test_statistics_survive_json():
     model = net()
     statistics = collected(model, stepped(model), inputs())
-    assert Statistics.from_json(statistics.to_json()) == statistics
+    assert Statistics.from_dict(json.loads(json.dumps(statistics.to_dict()))) == statistics
     assert (statistics.step, len(statistics.layers)) == (7, 3)
     with pytest.raises(UserError, match="version 1"):
         Statistics.from_dict({**statistics.to_dict(), "version": 2})
-    with pytest.raises(UserError, match="not JSON"):
-        Statistics.from_json("{")
     with pytest.raises(UserError, match="as this version writes"):
-        Statistics.from_json(json.dumps({"version": 1, "step": 1}))
+        Statistics.from_dict({"version": 1, "step": 1})
 
 
 def test_a_nan_is_named_by_its_layer():

@@ -205,6 +205,8 @@ def test_numbers_as_tensors(make: Callable[..., AdamW], shape: tuple[int, ...]) 
         train(params.values(), optimizer, range(2, 4))
         runs.append(numbers(params, optimizer))
     assert same(*runs)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.param_groups[0]["lr"] is lr
 
 
 def test_numbers_that_a_group_comes_to_have_are_checked() -> None:
@@ -223,6 +225,7 @@ def test_numbers_that_a_group_comes_to_have_are_checked() -> None:
                 AdamW(params.values(), lr=torch.tensor(value) if tensor else value)
         optimizer.param_groups[0]["lr"] = 0.0
         optimizer.step()
+        assert same([p.detach() for p in params.values()], before[: len(params)])
         for key, value in (("betas", (0.9, 1.0)), ("betas", (0.9,)), ("eps", 0.0), ("weight_decay", -1.0), ("maximize", 3)):
             held = optimizer.param_groups[0][key]
             optimizer.param_groups[0][key] = value
@@ -447,15 +450,21 @@ def test_states_of_other_forms(make: Callable[..., AdamW]) -> None:
 
 
 @every
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
 def test_copies_have_all_that_is_public(make: Callable[..., AdamW], how: str) -> None:
     params = parameters(torch.bfloat16)
-    optimizer = make(params.items(), lr=1e-2, max_norm=1.0)
+    optimizer = make(params.items(), lr=1e-2, max_norm=1.0, nonfinite="skip")
     train(params.values(), optimizer, range(2))
     held = (params, optimizer)
-    others, again = copy.deepcopy(held) if how == "deepcopy" else pickle.loads(pickle.dumps(held))
+    if how == "save":
+        torch.save(held, file := io.BytesIO())
+        file.seek(0)
+        others, again = torch.load(file, weights_only=False)
+    else:
+        others, again = copy.deepcopy(held) if how == "deepcopy" else pickle.loads(pickle.dumps(held))
     public = [{key for key in each.__dict__ if not key.startswith("_")} for each in (optimizer, again)]
     assert public[0] == public[1]
+    assert (again.max_norm, again.nonfinite) == (1.0, "skip")
     train(params.values(), optimizer, range(2, 4))
     train(others.values(), again, range(2, 4))
     assert same(numbers(params, optimizer), numbers(others, again))

@@ -9,20 +9,11 @@ import pytest
 from dither import UserError, cli
 from dither.commands.train import resolve, summary
 from dither.models import open_model
+from dither.tools.gpus import GPUS
 from dither.train import config as configs
 from dither.train.config import Config, describe
 from dither.train.loop import Outcome
 from dither.train.records import Progress
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for number in range(60):
-        (folder / f"{number}.txt").write_text(f"{number} bottles of beer on the wall, take {number % 7} down. " * 5)
-    return folder
-
 
 SMALL = ("data.sequence=16", "data.batch=4", "run.steps=2", "run.log_every=1", "run.eval_sequences=2", "run.device=cpu")
 
@@ -183,3 +174,29 @@ def test_a_preset_with_experts_is_a_mixtral(text: Path, tmp_path: Path) -> None:
     assert cli.main(["train", "--data", str(text), "--out", str(out), *SMALL, *sizes]) == 0
     model = open_model(out).model
     assert (model.config.model_type, model.config.num_local_experts, model.config.vocab_size) == ("mixtral", 2, 257)
+
+
+def test_fast_takes_what_was_measured_and_leaves_what_is_set(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = []
+
+    def run(config: Config, **_: object) -> Outcome:
+        begun.append(config)
+        return Outcome(
+            code=0, how="done", step=0, folder=tmp_path, why="", loss=None, bits_per_byte=None, unigram=None, seconds=0.0
+        )
+
+    monkeypatch.setattr("dither.train.loop.train", run)
+    monkeypatch.setattr("dither.tools.gpus.gpus_here", lambda: (GPUS["h200"],))
+    words = ["train", "--fast", "--data", str(text), "model.preset=llama-1b", "data.sequence=2048", "data.batch=8"]
+    assert cli.main(words) == 0
+    found = begun[-1].precision
+    assert (found.mode, found.recipe, found.output, found.states) == ("bf16-sr", "fp8-current", "fp8-current", None)
+    assert "expected memory  31." in capsys.readouterr().out
+    assert cli.main([*words, "precision.mode=o1", "precision.plan=plan.json"]) == 0
+    found = begun[-1].precision
+    assert (found.mode, found.recipe, found.output, found.plan) == ("o1", None, None, "plan.json")
+    assert cli.main([*words, "data.batch=64"]) == 0  # more than fits as it is
+    assert (begun[-1].precision.states, begun[-1].precision.hold) != (None, "both")
+    assert cli.main([*words, "--resume", "--out", str(tmp_path)]) == 2

@@ -116,19 +116,48 @@ def test_updates_come_when_a_file_changed_and_say_how_the_run_ended(served):
     run, server = served
     stamp = re.search('data-stamp="(.*?)"', request(server)[2])[1]
     update = json.loads(request(server, f"/update.json?since={stamp}")[2])
-    assert update == {"stamp": stamp, "html": None, "text": "Live: renewed while the run trains."}
-    server.page._next = 0.0  # as if the pause after building were over
+    progress = "Running: step 40 of 80  loss 2.0549  1.04 k tokens/s  3.85 s left"
+    assert update == {"stamp": stamp, "html": None, "text": progress, "share": 0.5}
+    assert progress in request(server)[2]
+    assert "killed" not in request(server)[2]
+    server.pages[""]._next = 0.0  # as if the pause after building were over
     append(run, {"kind": "guard", "step": 41, "time": 5.0, "text": "A spike at step 41."})
     update = json.loads(request(server, f"/update.json?since={stamp}")[2])
     assert update["stamp"] != stamp
     assert "A spike at step 41." in update["html"]
     (run / "run.lock").touch()  # its process was killed
-    server.page._next = 0.0
+    server.pages[""]._next = 0.0
     last = json.loads(request(server, f"/update.json?since={update['stamp']}")[2])
     assert last["stamp"] != update["stamp"]
     assert last["text"] == "The run has ended: crashed at step 40."
     run.rename(run.with_name("moved"))
     assert "There is no run" in json.loads(request(server, "/update.json?since=x")[2])["text"]
+
+
+def test_a_folder_with_runs_has_a_page_that_lists_them(tmp_path):
+    running(tmp_path / "a" / "first")
+    odd = make(tmp_path / "<b>\udcff x")
+    make(tmp_path.parent / f"{tmp_path.name}-outside")
+    with LiveServer(tmp_path) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        status, _, html = request(server)
+        assert status == 200
+        assert "<b>" not in html
+        links = re.findall(r'href="(.*?)"', html)
+        assert set(links) == {"/a/first/", "/%3Cb%3E%FF%20x/"}
+        for link in links:
+            status, _, page = request(server, link)
+            assert status == 200
+            assert "fp8-block" in page
+            assert json.loads(request(server, f"{link}update.json")[2])["html"].encode(errors="replace").decode() == page
+        for path in ("/a/", "/update.json", "/a/first/status.json", f"/../{tmp_path.name}-outside/", "/a/../a/first/"):
+            assert request(server, path)[0] == 404, path
+        assert request(server, "/a/first/", host=["evil.example"])[0] == 403
+        assert "step 40 of 80" in json.loads(request(server, "/a/first/update.json")[2])["text"]
+        assert odd.is_dir()
+        server.shutdown()
+        thread.join()
 
 
 def test_building_pages_takes_a_tenth_of_the_time(tmp_path):
@@ -139,7 +168,7 @@ def test_building_pages_takes_a_tenth_of_the_time(tmp_path):
         return now[0]
 
     page = LivePage(running(tmp_path / "run"), clock)
-    first, _ = page.current()
+    first = page.current()[0]
     stamps = []
     for step in range(41, 61):
         append(page.folder, train_line(step))
@@ -148,9 +177,11 @@ def test_building_pages_takes_a_tenth_of_the_time(tmp_path):
 
 
 def test_bad_folders_and_ports_are_a_sentence(tmp_path, capsys, served):
+    (tmp_path / "empty").mkdir()
     for arguments, words in (
         ([str(tmp_path / "none")], "There is no run"),
-        ([str(tmp_path)], "is not a run"),
+        ([str(tmp_path / "empty")], "is not a run"),
+        ([str(tmp_path), "--until-end"], "has several runs: --until-end needs the folder of one"),
         ([str(served[0]), "--port", "70000"], "from 0 to 65535"),
         ([str(served[0]), "--port", str(served[1].server_address[1])], "cannot be used"),
         ([str(served[0]), "--port", "80", "--terminal"], "leave out --port"),
@@ -201,9 +232,11 @@ def test_the_page_renews_itself_and_keeps_what_was_chosen(tmp_path):
         now = "document.querySelector('[data-part=plans] [data-of=now]').textContent"
         assert page.run(now).startswith("Plan 2 of 4")
         append(run, train_line(60, 0.5), {**plans[1], "step": 55})
-        server.page._next = 0.0
+        server.pages[""]._next = 0.0
         page.run("ask()")
         assert page.run("window.marker") == "not reloaded"
+        assert page.run("LIVE.querySelector('progress').value") == 0.75
+        assert page.run("LIVE.textContent").startswith("Running: step 60 of 80")
         assert page.run(now).startswith("Plan 2 of 5")
         assert page.run("document.querySelector('[data-part=plans] [data-of=slider]').value") == "1"
         assert page.run("document.activeElement.dataset.of") == "slider"
@@ -216,13 +249,14 @@ def test_the_page_renews_itself_and_keeps_what_was_chosen(tmp_path):
           slider.dispatchEvent(new Event('input'));
         })()""")
         append(run, {**plans[0], "step": 65})
-        server.page._next = 0.0
+        server.pages[""]._next = 0.0
         page.run("ask()")
         assert page.run(now).startswith("Plan 6 of 6")
         assert page.run("document.querySelectorAll('main script').length") == 0
         Status(state="done", step=80).save(run)
         page.run("ask()")
         assert page.run("LIVE.textContent") == "The run has ended: done at step 80."
+        assert page.run("LIVE.querySelector('progress').hidden") is True
         assert page.errors == []
         assert all(url.startswith(server.address) for url in page.requests)
         server.shutdown()
@@ -240,13 +274,20 @@ def test_the_view_shows_progress_loss_and_events(tmp_path):
     append(run, quiet, {"kind": "guard", "step": 41, "time": 5.0, "text": "A spike\x1b[2J."}, train_line(60, 0.5))
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "step": 6')
-    assert view.update() == ["step 41  A spike\\x1b[2J.", "step 60 of 80  loss 0.5000  1.06 k tokens/s  1.89 s left"]
+    assert view.update() == ["step 41  guard: A spike\\x1b[2J.", "step 60 of 80  loss 0.5000  1.06 k tokens/s  1.89 s left"]
     assert view.update() == []
     console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
     console.print(view.render(80))
     shown = console.file.getvalue()
     assert len(shown.splitlines()) == 6
-    for words in ("run: running", "━", "step 60 of 80  loss 0.5000", "held-out loss 2.0549", "step 41  A spike\\x1b[2J.", "▁"):
+    for words in (
+        "run: running",
+        "━",
+        "step 60 of 80  loss 0.5000",
+        "held-out loss 2.0549",
+        "step 41  guard: A spike\\x1b[2J.",
+        "▁",
+    ):
         assert words in shown, words
     assert sparkline([1.0, 2.0, 3.0], 3) == "▁▅█"
     assert sparkline([], 5) == ""
@@ -263,8 +304,8 @@ def test_plans_and_problems_are_events(tmp_path):
         "problems": ["3 % of the input of q_proj is clipped by e4m3 tensor."],
     }
     assert TerminalView(make(tmp_path / "run", [plan, again, clipped])).update() == [
-        "step 0  a new plan: the run begins",
-        "step 8  the same plan: no better one",
+        "step 0  plan changed: the run begins",
+        "step 8  plan kept: no better one",
         "step 9  numerics: 3 % of the input of q_proj is clipped by e4m3 tensor.",
     ]
 

@@ -9,11 +9,13 @@ import importlib
 import inspect
 import os
 import re
+import shutil
 import sys
+import textwrap
 import typing
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import is_dataclass
-from typing import Any, NamedTuple, TextIO
+from dataclasses import is_dataclass, replace
+from typing import Annotated, Any, NamedTuple, TextIO
 
 from dither.console import LastingStream
 from dither.errors import DitherError, UserError
@@ -72,6 +74,9 @@ COMMANDS = {
     "doctor": Command("doctor", "doctor", long=True),
 }
 """The commands by the words that follow `dither`. A dash may replace the space, as in `dither plan-show`."""
+
+WORDS = {"STR": "TEXT", "INT": "INTEGER", "FLOAT": "NUMBER"}
+"""The values of options in the help."""
 
 FIRST = ("run", "optim", "data", "precision", "model")
 """Sections whose fields are suggested first, if several sections have a field of the same name."""
@@ -156,9 +161,52 @@ def _parse(function: Callable[..., int], name: str, words: list[str]) -> Callabl
         problem = _unknown(words, list(_options(function))) or _problem(event)
         raise UserError(f"{problem}: `dither {name} --help` shows the arguments.")
 
+    hints = typing.get_type_hints(function, include_extras=True)
+    for option, parameter in inspect.signature(function).parameters.items():
+        told = any(getattr(note, "help_behavior_hint", None) is not None for note in getattr(hints[option], "__metadata__", ()))
+        if parameter.default in (None, (), False) and not told:  # the help says it in words, or it is plain
+            hints[option] = Annotated[hints[option], tyro.conf.arg(help_behavior_hint="")]
+    deferred.__annotations__, deferred.__signature__ = hints, inspect.signature(function)  # type: ignore[attr-defined]
+    del deferred.__wrapped__
     with _errors.on_parse_error(refuse):
-        call: Callable[[], int] = tyro.cli(deferred, prog=f"dither {name}", args=words)
+        call: Callable[[], int] = tyro.cli(
+            deferred,
+            prog=f"dither {name}",
+            description=_description(function),
+            args=words,
+            config=(tyro.conf.DisallowNone,),
+            registry=_registry(),
+        )
     return call
+
+
+def _description(function: Callable[..., object]) -> str:
+    """Return the docstring of a command before its arguments, wrapped to the terminal: the parser keeps indented lines."""
+    text, width = (inspect.getdoc(function) or "").partition("\n\nArgs:")[0], shutil.get_terminal_size().columns
+    parts = [part.replace("\n", " ") for part in text.split("\n\n")]
+    return "\n\n".join(textwrap.indent(textwrap.fill(part, width - 2, break_on_hyphens=False), "  ") for part in parts)
+
+
+def _registry() -> Any:
+    """Return the parser's rules with words for the values of options in the help: NUMBER, or TEXT... for several."""
+    import tyro
+
+    registry, entered = tyro.constructors.ConstructorRegistry(), list[object]()
+
+    @registry.primitive_rule
+    def rule(info: Any) -> Any:
+        if info in entered:  # the parser's own rule
+            return None
+        entered.append(info)
+        spec: Any = registry.get_primitive_spec(info)
+        entered.pop()
+        if not hasattr(spec, "metavar"):
+            return spec
+        words = re.sub(r"\[(.+) \[\1 \.\.\.\]\]", r"\1...", spec.metavar)
+        words = re.sub(r"\b(STR|INT|FLOAT)\b", lambda kind: WORDS[kind[0]], words)
+        return replace(spec, metavar=words)
+
+    return registry
 
 
 def _problem(event: Any) -> str:

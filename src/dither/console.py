@@ -1,13 +1,22 @@
-"""Tables on standard output."""
+"""Progress on standard error, and results on standard output: tables, paragraphs and JSON."""
 
-import importlib.util
 import io
+import json as json_text
+import math
 import os
+import re
+import shutil
 import sys
+import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any, ClassVar, TextIO
+from unicodedata import east_asian_width
+
+WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 
 Tick = Callable[[int, int | None], object]
 """Called with the number of units done so far and of all units; None if their number is not known."""
@@ -194,14 +203,68 @@ class ProgressBars:
         return f"{self.unit(done)} of {self.unit(total)}", left
 
 
+# Results --------------------------------------------------------------------------------------------------------------
+
+GAP, PROSE = 2, 24
+"""Spaces between columns, and the narrowest column of text that is wrapped."""
+
+
+def print_result(result: object, in_words: Callable[[], object], *, json: bool) -> None:
+    """Print the result of a command: as JSON, or by a function that prints it in words."""
+    if json:
+        print(to_json(result))
+    else:
+        in_words()
+
+
+def to_json(result: object) -> str:
+    """Return a result as strict JSON: dataclasses are objects, and numbers that are not finite are null.
+
+    >>> print(to_json({"losses": (1.5, float("nan")), "path": Path("a")}))
+    {
+     "losses": [
+      1.5,
+      null
+     ],
+     "path": "a"
+    }
+    """
+    return json_text.dumps(_plain(result), indent=1, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "to_dict"):
+        return _plain(value.to_dict())
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value
+
+
+def print_text(text: str) -> None:
+    """Print a paragraph. On a terminal, lines end between words, and begin with the spaces of the paragraph."""
+    if width := _terminal_width():
+        spaces = " " * (len(text) - len(text.lstrip()))
+        text = textwrap.fill(text, width, initial_indent="", subsequent_indent=spaces, **WHOLE_WORDS)
+    print(text)
+
+
 def print_table(
     title: str,
     header: Sequence[str],
     rows: Sequence[Sequence[str]],
-    right: Sequence[int] = (),
+    right: Collection[int] = (),
     links: Mapping[tuple[int, int], str] | None = None,
 ) -> None:
-    """Print a table: drawn on a terminal, plain text elsewhere.
+    """Print a table. On a terminal it fits, and no word or number is split.
+
+    Texts and headers are wrapped between words, names lose the beginning that they share, and columns that still do not fit
+    follow below.
 
     Args:
         title: The line above the table.
@@ -216,28 +279,109 @@ def print_table(
       a       1
       b      10
     """
-    if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
-        from rich.box import SIMPLE_HEAD
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
+    columns = [list(column) for column in zip(header, *rows, strict=True)]
+    room = max(_terminal_width() - GAP, 0)
+    widths = [max(map(cell_width, column)) for column in columns]
+    if room and _total(widths) > room:
+        widths = _narrowed(columns, right, room)
+    if room and _total(widths) > room:
+        columns = [column if index in right else _shortened(column) for index, column in enumerate(columns)]
+        widths = _narrowed(columns, right, room)
+    print_text(title)
+    for block in _blocks(widths, room) if room else [range(len(columns))]:
+        for at in range(len(rows) + 1):
+            lines = [_wrapped(columns[index][at], widths[index]) for index in block]
+            for number in range(max(map(len, lines))):
+                cells = []
+                for index, own in zip(block, lines, strict=True):
+                    cell = own[number] if number < len(own) else ""
+                    space = " " * (widths[index] - cell_width(cell))
+                    if room and links and (at - 1, index) in links:
+                        cell = f"\x1b]8;;{links[at - 1, index]}\x1b\\{cell}\x1b]8;;\x1b\\"
+                    cells.append(space + cell if index in right else cell + space)
+                line = f"{' ' * GAP}{(' ' * GAP).join(cells)}".rstrip()
+                print(f"\x1b[1m{line}\x1b[0m" if room and not at else line)
+            if room and not at:
+                print(" " * GAP + "─" * _total(widths[index] for index in block))
 
-        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-        for index, name in enumerate(header):
-            table.add_column(name, justify="right" if index in right else "left", overflow="fold")
-        for at, row in enumerate(rows):
-            styles = [f"link {links[at, index]}" if links and (at, index) in links else "" for index in range(len(row))]
-            table.add_row(*map(Text, row, styles))  # verbatim: brackets in an error message are not markup
-        Console().print(table)
-        return
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    print(title)
-    for row in (header, *rows):
-        cells = [
-            cell.rjust(width) if index in right else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        print(f"  {'  '.join(cells)}".rstrip())
+
+def _terminal_width() -> int:
+    """Return the columns of the terminal that standard output is, or 0 if it is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+
+
+def cell_width(text: str) -> int:
+    """Return the columns of a terminal that a text takes; those of Chinese, Japanese and Korean take two per character."""
+    return len(text) + sum(east_asian_width(letter) in "WF" for letter in text if letter > "\u10ff")
+
+
+def _wrapped(cell: str, width: int) -> list[str]:
+    """Return the lines of a cell, wrapped between words; the end of a word that is longer than a line."""
+    if cell_width(cell) <= width:
+        return [cell]
+    lines = textwrap.wrap(cell, width, **WHOLE_WORDS) or [""]
+    return [line if cell_width(line) <= width else f"…{line[len(line) - width + 1 :]}" for line in lines]
+
+
+def _total(widths: Iterable[int]) -> int:
+    return sum(width + GAP for width in widths) - GAP
+
+
+def _narrowed(columns: Sequence[Sequence[str]], right: Collection[int], room: int) -> list[int]:
+    """Return widths of columns that fit, if wrapping headers and texts is enough."""
+    found, least = [], []
+    for index, (name, *cells) in enumerate(columns):
+        whole = max(map(cell_width, cells), default=0)
+        prose = index not in right and any(" " in cell for cell in cells)
+        words = max(len(word) for cell in (name, *(cells if prose else ())) for word in cell.split() or [""])
+        found.append(min(room, max(whole, cell_width(name))))
+        least.append(min(room, max(words, min(PROSE, whole) if prose else whole)))
+    while (excess := _total(found) - room) > 0:
+        index = max(range(len(found)), key=lambda index: found[index] - least[index])
+        if found[index] == least[index]:
+            break
+        found[index] -= min(excess, found[index] - least[index])
+    return found
+
+
+def _shortened(column: Sequence[str]) -> list[str]:
+    """Return a column of names without the parts that they begin with in common.
+
+    >>> _shortened(["layer", "model.layers.0.q_proj", "model.layers.10.q_proj"])
+    ['layer', '…0.q_proj', '…10.q_proj']
+    """
+    header, *cells = column
+    common = re.sub(r"[^./]*$", "", os.path.commonprefix(cells)) if len(set(cells)) > 1 else ""  # noqa: RUF071
+    return [header, *(f"…{cell[len(common) :]}" for cell in cells)] if len(common) > 1 else [header, *cells]
+
+
+def _blocks(widths: Sequence[int], room: int) -> list[list[int]]:
+    """Return the columns that fit side by side, the first one in each block.
+
+    >>> _blocks([4, 5, 5, 5], 20)
+    [[0, 1, 2], [0, 3]]
+    """
+    blocks = [[0]]
+    for index in range(1, len(widths)):
+        if len(blocks[-1]) > 1 and _total(widths[each] for each in [*blocks[-1], index]) > room:
+            blocks.append([0])
+        blocks[-1].append(index)
+    return blocks
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Return rows of cells as lines whose columns are aligned, those of `right` at their right ends.
+
+    >>> aligned([("name", "MiB"), ("a", "1")], right=[1])
+    ['name  MiB', 'a       1']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        pairs = enumerate(zip(row, widths, strict=True))
+        cells = (cell.rjust(width) if index in right else cell.ljust(width) for index, (cell, width) in pairs)
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def printed(table: object, *, indented: bool = False) -> str:

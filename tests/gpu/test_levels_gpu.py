@@ -1,5 +1,6 @@
 """Levels on a GPU: kernels that choose a cast by a number on the device, and compiled blocks whose plans change."""
 
+import pairs
 import pytest
 import torch
 from torch import nn
@@ -7,44 +8,17 @@ from torch import nn
 import dither
 from dither.models import Llama, LlamaConfig, compile_blocks
 from dither.nn import Conversion, convert, step_context
-from dither.spec import Cast, LayerPrecision, Plan
-from dither.spec.levels import families
+from dither.spec import LayerPrecision, Plan
 
 pytestmark = pytest.mark.gpu
 
-FAMILIES = (
-    "e4m3 tile(128)|e2m1 tile(128) stochastic(16)",
-    "e4m3 block(128)|e2m1 block(128)|e3m2 block(128)",
-    "e5m2 tensor|e2m1 tensor stochastic(8)",
-    "e4m3 row|e2m3 row|e2m1 row|e2m1 row stochastic(16)",
-    "e4m3 tile(32) pow2_ceil|e2m1 tile(32) pow2|e2m1 tile(32) pow2_ceil stochastic(16)",
-)
 
-
-@pytest.mark.parametrize("text", FAMILIES)
+@pytest.mark.parametrize("text", pairs.FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(512, 1024), (160, 272)])
 def test_a_level_chooses_its_cast(text, dtype, shape):
-    casts = list(map(Cast.parse, text.split("|")))
-    family = families(casts)[casts[0]]
     x = torch.randn(*shape, generator=torch.Generator().manual_seed(1)).to("cuda", dtype)
-    place = torch.tensor([3, 16, 5], device="cuda")
-    for number, cast in enumerate(family.casts):
-        level = torch.tensor([number], dtype=torch.int32, device="cuda")
-        drawn = place if cast.round.kind == "stochastic" else None
-        both = torch.ops.dither.quantize_both(x, str(family), None, family.container, 0, place, 0, 0, "auto", level)
-        alone = torch.ops.dither.quantize_both(x, str(cast), None, family.container, 0, drawn, 0, 0, "auto")
-        check(both, alone)
-        for axis in (0, 1):
-            one = torch.ops.dither.quantize(x, str(family), axis, None, family.container, 0, place, 0, 0, "auto", level)
-            alone = torch.ops.dither.quantize(x, str(cast), axis, None, family.container, 0, drawn, 0, 0, "auto")
-            check(one, alone)
-
-
-def check(one, other):
-    for a, b in zip(one, other, strict=True):
-        assert a.shape == b.shape
-        assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    assert pairs.check_level(x, text, "auto") == 0
 
 
 def llama() -> nn.Module:

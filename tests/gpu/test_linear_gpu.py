@@ -9,12 +9,13 @@ are right is decided by numbers whose products and sums fit into those 13 bits: 
 import math
 
 import pytest
+import test_linear
 import torch
+from test_linear import NAME, ROW, SEED, STEP, cast, layer_of, products, run
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-import dither
-from dither import Cast, Stream, UserError
+from dither import Cast, UserError
 from dither.nn import functional
 from dither.nn.functional import Codes, State, make_settings
 from dither.nn.linear import Linear
@@ -25,25 +26,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
     pytestmark.append(pytest.mark.skip(reason="these engines are those of a Hopper GPU"))
 
-PRECISIONS = {
-    "fp8-current": ("e4m3 tensor", "e4m3 tensor", "e5m2 tensor"),
-    "fp8-row": ("e4m3 row", "e4m3 row", "e4m3 row"),
-    "fp8-block": ("e4m3 tile(128)", "e4m3 block(128)", "e4m3 tile(128)"),
-    "fp8-block-2d": (
-        "e4m3 tile(128)",
-        "e4m3 block(128)",
-        "e4m3 tile(128)",
-        {"weight_grad.input": "e4m3 block(128)"},
-    ),
+ALSO = ("fp8-current", "fp8-row", "fp8-block", "mxfp8", "mxfp6", "mxfp4", "nvfp4", "fp4-block", "int8")
+PRECISIONS = {name: test_linear.PRECISIONS[name] for name in ALSO} | {
+    "fp8-block-2d": ("e4m3 tile(128)", "e4m3 block(128)", "e4m3 tile(128)", {"weight_grad.input": "e4m3 block(128)"}),
     "blocks of inputs": ("e4m3 block(128)", "e4m3 block(128)", "e4m3 tile(128)"),
-    "mxfp8": ("mxfp8", "mxfp8", "mxfp8"),
-    "mxfp6": ("mxfp6", "mxfp6", "mxfp6"),
-    "mxfp4": ("mxfp4", "mxfp4", "mxfp4 stochastic(16)"),
-    "nvfp4": ("nvfp4", "e2m1 block(16) nvfp4", "nvfp4 stochastic(16)"),
-    "fp4-block": ("e2m1 tile(128)", "e2m1 block(128)", "e2m1 tile(128) stochastic(16)"),
     "fp4-fp8grad": ("e2m1 tile(128)", "e2m1 block(128)", "e4m3 tile(128)"),
     "fp6-row": ("e2m3 row", "e3m2 row", "e3m2 row"),
-    "int8": ("int8 tensor", "int8 tensor", "int8 tensor"),
     "input only": ("mxfp8", None, None),
     "grad only": (None, None, "e5m2 tensor"),
 }
@@ -58,29 +46,10 @@ ENGINES = {
     "fp6-row": "fp8-container",
     "int8": "int8",
 }
-SEED, NAME, STEP, ROW = 3, "layers.0.up", 7, 1000
 
 
 def precision(name: str) -> LayerPrecision:
     return LayerPrecision.of(*PRECISIONS[name])
-
-
-def cast(x: Tensor, how: Cast | None, axis: int, purpose: str, row: int) -> Tensor:
-    """The numbers of a cast operand in float64."""
-    if how is None:
-        return x.double()
-    stream = Stream(SEED, purpose, NAME)
-    return dither.quantize(x, how, axis=axis, stream=stream, step=STEP, offset=(row, 0)).dequantize(torch.float32).double()
-
-
-def products(x: Tensor, w: Tensor, dy: Tensor, how: LayerPrecision) -> dict[str, tuple[Tensor, Tensor]]:
-    """The operands A [P, L] and B [Q, L] of each product, cast along L."""
-    fwd, dx, dw = "forward", "input_grad", "weight_grad"
-    return {
-        fwd: (cast(x, how.cast(fwd, "input"), 1, "input", ROW), cast(w, how.cast(fwd, "weight"), 1, "weight", 0)),
-        dx: (cast(dy, how.cast(dx, "grad"), 1, "grad", ROW), cast(w, how.cast(dx, "weight"), 0, "weight", 0).T),
-        dw: (cast(dy, how.cast(dw, "grad"), 0, "grad", ROW).T, cast(x, how.cast(dw, "input"), 0, "input", ROW).T),
-    }
 
 
 def share(engine: str, length: int, fast: bool = False) -> float:
@@ -108,23 +77,6 @@ def data(m: int, k: int, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Te
     generator = torch.Generator("cuda").manual_seed(m + k + n)
     x, w, b, dy = (torch.randn(*s, generator=generator, device="cuda") for s in ((m, k), (n, k), (n,), (m, n)))
     return x.to(dtype), w / 10, b, (dy * 1e-3).to(dtype)
-
-
-def layer_of(how: LayerPrecision, w: Tensor, bias: Tensor | None = None, **options) -> Linear:
-    layer = Linear(w.shape[1], w.shape[0], bias is not None, "cuda", precision=how, name=NAME, seed=SEED, **options)
-    with torch.no_grad():
-        layer.weight.copy_(w)
-        if bias is not None:
-            layer.bias.copy_(bias)
-    return layer
-
-
-def run(layer: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
-    x = x.clone().requires_grad_()
-    layer.zero_grad()
-    y = layer(x)
-    y.backward(dy.reshape(y.shape).to(y.dtype))
-    return [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())]
 
 
 # Exactly -----------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import json
 import re
 import time
 from pathlib import Path
+from xml.etree import ElementTree
 
 import chromium
 import pytest
@@ -104,7 +105,7 @@ def test_every_section_is_there_and_visible(opened):
 
 def test_the_loss_is_drawn_where_it_belongs(opened, tiny):
     evaluations = metrics(tiny, "eval")
-    points = drawn(opened, "[data-chart=loss] circle", "x", "y")
+    points = drawn(opened, "[data-chart=loss] circle.strong", "x", "y")
     assert [(float(x), float(y)) for x, y in points] == [
         (line["step"], pytest.approx(line["loss"], rel=1e-5)) for line in evaluations
     ]
@@ -122,12 +123,12 @@ def test_the_loss_is_drawn_where_it_belongs(opened, tiny):
 
 def test_the_axis_switches_by_mouse_and_keyboard(opened, tiny):
     opened.click("input[name=axis][value=tokens]")
-    points = drawn(opened, "[data-chart=loss] circle", "x", "y")
+    points = drawn(opened, "[data-chart=loss] circle.strong", "x", "y")
     assert [float(x) for x, _ in points] == [32 * line["step"] for line in metrics(tiny, "eval")]
     assert opened.run("document.querySelector('[data-chart=curve-0] .plot > svg').dataset.axis") == "tokens"
     opened.press("ArrowRight")
     assert opened.run("document.querySelector('[data-chart=loss] .plot > svg').dataset.axis") == "seconds"
-    times = [float(x) for x, _ in drawn(opened, "[data-chart=loss] circle", "x", "y")]
+    times = [float(x) for x, _ in drawn(opened, "[data-chart=loss] circle.strong", "x", "y")]
     assert times == pytest.approx([line["time"] for line in metrics(tiny, "eval")], rel=1e-4)
 
 
@@ -305,6 +306,92 @@ def test_a_phone_shows_all_of_it(opened, tiny):
     assert narrow == []
 
 
+def test_a_chart_zooms_switches_to_log_hides_series_and_saves_itself(opened):
+    chart = "document.querySelector('[data-chart=loss] .plot > svg').dataset"
+
+    def drag(begin, end):
+        box = opened.run(
+            "(() => { const e = document.querySelector('[data-chart=loss] .plot > svg'); e.scrollIntoView({block: 'center'});"
+            "const b = e.getBoundingClientRect(); return [b.x, b.y + b.height / 2, b.width]; })()"
+        )
+        for kind, at in (("mousePressed", begin), ("mouseMoved", end), ("mouseReleased", end)):
+            opened.send("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, x=box[0] + at * box[2], y=box[1])
+
+    whole = float(opened.run(f"{chart}.x0")), float(opened.run(f"{chart}.x1"))
+    drag(0.3, 0.6)
+    low, high = float(opened.run(f"{chart}.x0")), float(opened.run(f"{chart}.x1"))
+    assert whole[0] < low < high < whole[1]
+    opened.click("[data-chart=loss] .whole")
+    assert (float(opened.run(f"{chart}.x0")), float(opened.run(f"{chart}.x1"))) == whole
+    # + and 0 on the keyboard do the same.
+    opened.run("document.querySelector('[data-chart=loss] .plot > svg').focus()")
+    for key in ("+", "0"):
+        opened.run(f"document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {{key: '{key}'}}))")
+        assert (float(opened.run(f"{chart}.x0")) > whole[0]) == (key == "+")
+    tick = "document.querySelector('[data-chart=loss] .plot .tick').textContent"
+    before = opened.run(tick), float(opened.run(f"{chart}.y0"))
+    opened.click("[data-chart=loss] .tools button[title^=Log]")
+    assert (opened.run(tick), float(opened.run(f"{chart}.y0"))) != before
+    series = "document.querySelectorAll('[data-chart=loss] path.line[data-label]').length"
+    assert opened.run(series) == 3
+    opened.click("[data-chart=loss] .legend li:nth-child(2) button")
+    assert opened.run(series) == 2
+    # One series stays, whatever is hidden.
+    for number in (1, 3, 4, 5):
+        opened.run(f"document.querySelector('[data-chart=loss] .legend li:nth-child({number}) button')?.click()")
+    assert (
+        opened.run("document.querySelectorAll('[data-chart=loss] .point, [data-chart=loss] path.line[data-label]').length") > 0
+    )
+    opened.click("[data-chart=loss] .legend li:nth-child(1) button")
+    saved = ElementTree.fromstring(opened.run("svgText(document.querySelector('[data-chart=loss] .plot'))"))
+    texts = {"".join(each.itertext()) for each in saved.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"steps", "nats per token", "training, each step"} <= texts
+    assert "held-out" not in texts  # it is hidden
+    assert all(each.get("stroke", "").startswith(("rgb", "none")) for each in saved.iter("{http://www.w3.org/2000/svg}path"))
+    maps = opened.run("[...document.querySelectorAll('[data-part] .plot > svg')].map((svg) => svgText(svg.parentElement))")
+    assert len([ElementTree.fromstring(each) for each in maps]) > 8
+
+
+def test_sensitivities_of_all_options_share_one_scale(opened):
+    scale = "document.querySelector('[data-part=sensitivity] .scale').textContent"
+    seen = set()
+    for option in range(opened.run("document.querySelector('[data-of=option]').options.length")):
+        opened.run(
+            f"(() => {{ const s = document.querySelector('[data-of=option]'); s.value = {option};"
+            "s.dispatchEvent(new Event('change')); })()"
+        )
+        seen.add(opened.run(scale))
+    assert len(seen) == 1
+
+
+def test_what_was_not_measured_is_said(browser, tmp_path):
+    layer = {"name": "model.layers.0.mlp.up_proj", "input": {"cast": "e4m3 tensor", "flushed": 0.5}}
+    entries = [*lines(), {"kind": "numerics", "step": 40, "time": 4, "layers": [layer], "problems": []}]
+    browser.resize(1200)
+    browser.mode(dark=False)
+    browser.errors.clear()
+    browser.open(report.write([make(tmp_path / "run", entries)]))
+    assert browser.errors == []
+    for of in ("amax-legend", "scales-legend"):
+        assert browser.run(f"document.querySelector('[data-of={of}]').textContent") == "Not measured for this layer."
+
+
+def test_the_loss_of_a_comparison_is_seen_on_a_phone(browser, tmp_path):
+    config = '[precision]\nmode = "{}"\nrecipe = "fp8-block"\nstates = "dynamic8"\n[snip]\ntarget = 0.5\n'
+    runs = [make(tmp_path / name, config_toml=config.format(name)) for name in ("bf16-sr", "fp32")]
+    browser.resize(390, 800, mobile=True)
+    browser.mode(dark=False)
+    browser.errors.clear()
+    browser.open(report.write(runs))
+    assert browser.errors == []
+    cells = browser.run(
+        "[...document.querySelectorAll('#comparison > .card tbody tr')].map((row) => [row.cells[1].textContent,"
+        " row.cells[1].getBoundingClientRect().right])"
+    )
+    assert [text for text, _ in cells] == ["2.0549", "2.0549"]
+    assert max(right for _, right in cells) <= 390
+
+
 def test_a_comparison_on_a_phone_keeps_names_whole(browser, tmp_path):
     runs = seeds(tmp_path, {"o1": [3.0, 3.2], "bf16-sr": [2.5, 2.7]})
     page = report.write(runs)
@@ -338,7 +425,7 @@ def test_runs_of_a_comparison_are_drawn_when_they_are_opened(browser, tmp_path):
 
 def test_hostile_names_stay_text(browser, tmp_path):
     names = [f"model.layers.{n}.{EVIL}" for n in range(3)]
-    layers = {name: {"mean": 4.5, "min": 4, "max": 5, "histogram": [[4, 0.5], [5, 0.5]]} for name in names}
+    layers = {name: {"mean": 4.5, "min": 4, "max": 5, "bins": [[4, 0.5], [4.5, 0.5]]} for name in names}
     bad = {"kind": "guard", "step": 41, "time": 5, "event": EVIL, "text": EVIL, "where": EVIL}
     entries = [*lines(), bad, {"kind": "bitwidths", "step": 40, "time": 5, "layers": layers}]
     run = make(tmp_path / "<img src=x onerror=alert(1)>", entries, names=names)
@@ -358,6 +445,9 @@ def test_printing_opens_the_reasons_and_is_light(opened, tiny, tmp_path):
     opened.run("window.dispatchEvent(new Event('beforeprint'))")
     assert opened.run("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert opened.run("document.querySelector('details.print').open") is True
+    bars = opened.run("[...document.querySelectorAll('.scale')].map((bar) => bar.getBoundingClientRect().height)")
+    assert len(bars) == 3
+    assert min(bars) > 10
     assert opened.pdf(tmp_path / "page.pdf").read_bytes()[:4] == b"%PDF"
     opened.mode(False)
 

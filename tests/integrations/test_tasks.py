@@ -10,7 +10,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from command_output import error_line
+from runs import error_line
 
 from dither import UserError, cli
 from dither.data import BYTES
@@ -193,13 +193,6 @@ def test_wrong_numbers_of_examples(questions, run, capsys, tmp_path):
         harness.Tasks.parse(["choice"], questions, shots=-1)
     assert cli.main(["eval", str(run), "--shots", "2"]) == 2
     assert "--shots are for tasks: name them with --tasks" in error_line(capsys.readouterr().err)
-
-
-def test_a_model_after_an_option_is_refused_with_what_to_write(run, capsys):
-    assert cli.main(["eval", "--cast", "mxfp4", "e4m3", str(run)]) == 2
-    assert f"`dither eval {run} --cast mxfp4 e4m3`" in error_line(capsys.readouterr().err)
-    assert cli.main(["eval", "--sequences", "2"]) == 2
-    assert "Name the model first, before all options" in error_line(capsys.readouterr().err)
 
 
 def test_eval_compares_casts_plans_and_models_by_question(run, exported, questions, capsys):

@@ -1,19 +1,24 @@
 """Layers that tensor parallelism cuts: casts of parts are those of the whole, scales, codes and random bits."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from worlds import on_ranks
 
 import dither
 from dither import LayerPrecision, MemoryOptions, Plan, Sampling, UserError
 from dither.nn import Conv1D, Linear, bitwidth_loss, convert, sampling_parameters, step_context
 from dither.nn.convert import Conversion
+from dither.nn.draws import batch_rank
 from dither.ops.ranks import local
 from dither.spec import OPERANDS, BitwidthLoss
 
@@ -113,14 +118,6 @@ def test_memory_options() -> None:
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), reshard_after_forward=True)
         sharded.append(run(model))
     assert all(torch.equal(other[key], value) for other in sharded[1:] for key, value in sharded[0].items())
-
-
-@on_ranks(2, exhaustive=(3, 4, 8))
-def test_sampled() -> None:
-    plan = Plan(default=RANDOM).with_sampling(Sampling(block=16, parts="all"))
-    expected, found = run(block(plan, False)), run(block(plan, True))
-    for key, value in expected.items():
-        assert (found[key] - value).norm() <= 1e-5 * value.norm(), key
 
 
 @on_ranks(2)
@@ -267,56 +264,48 @@ def step(net: Net, number: int, x: Tensor, *, loss: bool = False) -> Tensor:
     return full(y)
 
 
-def assert_same(whole: Net, cut: Net, context: object) -> None:
-    for (name, expected), (_, found) in zip(whole.named_parameters(), cut.named_parameters(), strict=True):
-        assert torch.equal(full(found.grad), full(expected.grad)), (context, name)
-
-
 def inputs() -> Tensor:
     return torch.randint(0, 3, (4, K), generator=torch.Generator().manual_seed(1)).float()
 
 
-@on_ranks(2, exhaustive=(4,))
-def test_fully_sharded() -> None:
-    """Weights and bitwidths are cut by rows at rest and gathered in forward. The mean of equal gradients is exact."""
-    for options in ({}, {"recompute": True}):
-        whole, cut = make(**options), make(**options)
-        for layer in (cut.up, cut.down, cut):
-            fully_shard(layer)
-        assert isinstance(cut.up.bitwidth, DTensor)
-        for number in range(2):
-            expected = step(whole, number, inputs(), loss=True)
-            assert torch.equal(step(cut, number, inputs(), loss=True), expected), (options, number)
-        assert_same(whole, cut, options)
-        assert torch.equal(cut.up.bitwidths(), whole.up.bitwidths())
-        with pytest.raises(UserError, match="'up' is sharded already"):
-            Conversion.of(cut).switch(Plan(default=LayerPrecision(sampling=Sampling(block=16))))
+def sharded(net: Net, data: DeviceMesh | None, tensor: DeviceMesh | None) -> Net:
+    """Cut the products over a mesh by tensor parallelism, and the parameters at rest over another by FSDP2."""
+    if tensor:
+        parallelize_module(net, tensor, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    for layer in (net.up, net.down, net) if data else ():
+        fully_shard(layer, mesh=data)
+    return net
 
 
-@on_ranks(2, exhaustive=(4,))
-def test_tensor_parallel() -> None:
-    """Columns and rows of the products cut: every process samples its part by its place in the whole weight."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    whole, cut = make(), make()
-    parallelize_module(cut, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+def check_sampled(data: DeviceMesh | None, tensor: DeviceMesh | None, **options: object) -> Net:
+    """Ranks sample their parts by their place in the whole weight. The mean of equal gradients is exact."""
+    whole, cut = make(**options), sharded(make(**options), data, tensor)
     for number in range(2):
-        assert torch.equal(step(cut, number, inputs()), step(whole, number, inputs())), number
-    assert_same(whole, cut, "tensor parallel")
+        loss = tensor is None
+        expected = step(whole, number, inputs(), loss=loss)
+        assert torch.equal(step(cut, number, inputs(), loss=loss), expected), (options, number)
+    for (name, known), (_, found) in zip(whole.named_parameters(), cut.named_parameters(), strict=True):
+        assert torch.equal(full(found.grad), full(known.grad)), (options, name)
     for name in ("up", "down"):
         assert torch.equal(getattr(cut, name).bitwidths(), getattr(whole, name).bitwidths())
+    return cut
+
+
+@on_ranks(2, exhaustive=(4,))
+def test_sampled() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    check_sampled(None, mesh)
+    check_sampled(mesh, None, recompute=True)
+    cut = check_sampled(mesh, None)
+    assert isinstance(cut.up.bitwidth, DTensor)
+    with pytest.raises(UserError, match="'up' is sharded already"):
+        Conversion.of(cut).switch(Plan(default=LayerPrecision(sampling=Sampling(block=16))))
 
 
 @on_ranks(4)
-def test_both() -> None:
-    """Two processes cut the products, two the parameters at rest."""
+def test_sampled_and_sharded_by_both() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    whole, cut = make(), make()
-    parallelize_module(cut, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    for layer in (cut.up, cut.down, cut):
-        fully_shard(layer, mesh=mesh["data"])
-    for number in range(2):
-        assert torch.equal(step(cut, number, inputs()), step(whole, number, inputs())), number
-    assert_same(whole, cut, "both")
+    check_sampled(mesh["data"], mesh["tensor"])
 
 
 @on_ranks(2)
@@ -335,3 +324,73 @@ def test_sampling_refused() -> None:
         step_context(layer, step=0),
     ):
         layer(DTensor.from_local(inputs(), mesh))
+
+
+# Rows that ranks count: data parallel ranks draw together what one process draws; ranks that share a layer draw alike ---
+
+MICRO, TOKENS = 2, 8
+
+
+def counting() -> nn.Module:
+    """A block that can be cut, and a layer behind it that is not."""
+    torch.manual_seed(0)
+    made = nn.Sequential(Block(False), nn.Linear(48, 48))
+    dither.convert(made, Plan(default=RANDOM), seed=5)
+    return made
+
+
+def batches(ranks: int) -> list[Tensor]:
+    return list(torch.randn(MICRO * ranks, TOKENS, 48, generator=torch.Generator().manual_seed(2)))
+
+
+def gradients(made: nn.Module, call: Callable[[Tensor], Tensor], parts: list[Tensor], rows: list[int] | None) -> list[Tensor]:
+    """Of the mean loss over the batches."""
+    with dither.step_context(made, step=3) as at:
+        for index, x in enumerate(parts):
+            if rows is not None:
+                at.row(rows[index])
+            (call(x).square().mean() / len(parts)).backward()
+    return [full(p.grad).clone() for p in made.parameters()]
+
+
+def close(found: list[Tensor], wanted: list[Tensor]) -> bool:
+    return all((a - b).norm() <= 1e-5 * b.norm() for a, b in zip(found, wanted, strict=True))
+
+
+@on_ranks(2)
+def test_rows_of_data_parallel_ranks() -> None:
+    """Without a word about rows, with recomputation, under DDP and FSDP2: the gradients of one process with all batches."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    every = batches(world)
+    one = counting()
+    wanted = gradients(one, one, every, [index * TOKENS for index in range(len(every))])
+    own = [every[index * world + rank] for index in range(MICRO)]
+    for wrap in (DistributedDataParallel, fully_shard):  # both average over ranks
+        made = counting()
+        wrapped = wrap(made)
+        found = gradients(made, lambda x, wrapped=wrapped: checkpoint(wrapped, x, use_reentrant=False), own, None)
+        assert close(found, wanted), wrap
+
+
+@on_ranks(2)
+def test_rows_of_ranks_that_share_layers() -> None:
+    """They see the same tokens: they draw alike, in the layers that are not cut too."""
+    one, cut = counting(), counting()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_module(cut, mesh, {"0.up": ColwiseParallel(), "0.down": RowwiseParallel()})
+    assert batch_rank(cut) == (0, 1)
+    assert close(gradients(cut, cut, batches(1), None), gradients(one, one, batches(1), [0, TOKENS]))
+    outside = cut(batches(1)[0])
+    gathered = [torch.empty_like(outside) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, outside.detach())
+    assert all(torch.equal(part, gathered[0]) for part in gathered)
+
+
+@on_ranks(4)
+def test_ranks_of_the_batch() -> None:
+    """Two data parallel groups of two ranks that share layers, however the mesh is laid out."""
+    for names, dim in ((("dp", "tp"), 1), (("tp", "dp"), 0)):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        cut = counting()
+        parallelize_module(cut, mesh["tp"], {"0.up": ColwiseParallel(), "0.down": RowwiseParallel()})
+        assert batch_rank(cut) == (mesh.get_coordinate()[1 - dim], 2)

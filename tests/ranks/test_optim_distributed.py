@@ -1,7 +1,7 @@
 """Optimizers of parameters that are spread over processes (DTensor): the same bits as in one process, however they are cut."""
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import pytest
 import torch
@@ -35,8 +35,15 @@ KINDS: dict[str, dict[str, object]] = {
 }
 
 
-FEW = ("bf16 stochastic", "24-bit masters", "e4m3 stochastic", "Adam-mini")
-"""Kinds of the ordinary tests: every way to round, masters, states in blocks, and sums over ranks."""
+CUTS = ("rows", "columns", "inner columns", "replicated")
+ALL = dict.fromkeys(KINDS, CUTS)
+FEW = {
+    "bf16 stochastic": ("rows", "replicated"),
+    "24-bit masters": ("columns", "rows"),
+    "e4m3 stochastic": ("inner columns", "columns"),
+    "Adam-mini": ("columns", "inner columns"),
+}
+"""Cuts of the ordinary tests: every way to round, masters, states in blocks, and sums over ranks, each cut with two of them."""
 
 
 def make(named: dict[str, Tensor], kind: dict[str, object], **more: object) -> AdamW:
@@ -82,26 +89,26 @@ def assert_same(whole: tuple[dict[str, Tensor], AdamW], cut: tuple[dict[str, Ten
     assert int(whole[1].steps) == int(cut[1].steps)
 
 
-def placements(dimension: int, shape: tuple[int, ...]) -> list[Placement]:
-    return [Shard(min(dimension, len(shape) - 1))]
-
-
 def distribute(x: Tensor, mesh: DeviceMesh, where: list[Placement]) -> DTensor:
     return distribute_tensor(x, mesh, where, src_data_rank=None)
 
 
-def check_cuts(mesh: DeviceMesh, labels: Iterable[str]) -> None:
+def check_cuts(mesh: DeviceMesh, cases: Mapping[str, Iterable[str]]) -> None:
     """By rows, by columns, in the middle: uneven shards, and empty ones (two rows over three processes)."""
-    for label in labels:
+    for label, cuts in cases.items():
         kind = KINDS[label]
         whole = run(kind, lambda _, x: x.clone())
-        for dimension in (0, 1, 2):
-            cut = run(kind, lambda _, x, d=dimension: distribute(x, mesh, placements(d, x.shape)))
-            assert_same(whole, cut, (label, dimension))
-            moment = cut[1].state[cut[0]["matrix"]]["exp_avg"]
+        for how in cuts:
+
+            def cut(_: str, x: Tensor, how: str = how) -> Tensor:
+                where = Replicate() if how == "replicated" else Shard(min(CUTS.index(how), x.dim() - 1))
+                return distribute(x, mesh, [where])
+
+            found = run(kind, cut)
+            assert_same(whole, found, (label, how))
+            moment = found[1].state[found[0]["matrix"]]["exp_avg"]
             assert isinstance(moment, DTensor)
-            assert moment.placements == cut[0]["matrix"].placements
-        assert_same(whole, run(kind, lambda _, x: distribute(x, mesh, [Replicate()])), (label, "replicated"))
+            assert moment.placements == found[0]["matrix"].placements
 
 
 def pairs() -> DeviceMesh:
@@ -116,17 +123,17 @@ def test_cuts() -> None:
 
 @on_ranks(4)
 def test_cuts_in_pairs() -> None:
-    check_cuts(pairs(), ("dynamic8", "Adam-mini"))
+    check_cuts(pairs(), {"dynamic8": ("columns", "rows"), "Adam-mini": ("rows", "columns")})
 
 
 @on_ranks(exhaustive=(4,))
 def test_all_cuts_in_pairs() -> None:
-    check_cuts(pairs(), KINDS)
+    check_cuts(pairs(), ALL)
 
 
 @on_ranks(exhaustive=(2, 3, 4, 8))
 def test_all_cuts() -> None:
-    check_cuts(init_device_mesh("cpu", (dist.get_world_size(),)), KINDS)
+    check_cuts(init_device_mesh("cpu", (dist.get_world_size(),)), ALL)
 
 
 @on_ranks(4)
@@ -262,6 +269,3 @@ def test_fsdp() -> None:
                 assert torch.equal(full(a), full(b)), (name, step)
                 for key, state in optimizers[1].state[a].items():
                     assert torch.equal(full(state), full(again.state[b][key])), (name, key)
-
-
-# The worlds -----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ of float32.
 """
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -20,19 +19,16 @@ from sweeps import only
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import from_first, on_ranks, ranks
 
 import dither
 from dither import LayerPrecision, Plan, Sampling, UserError
 from dither.models import GPT2, GPT2Config, GPTNeo, GPTNeoConfig, Llama, LlamaConfig
-from dither.models.presets import blank, build, draw_parts
 from dither.nn import functional, sampling
 from dither.nn.functional import OperandCodes
 from dither.nn.sharded.gather import coded_of
 from dither.nn.sharded.scales import Groups, RowShard, in_whole_groups, split_amax
-from dither.ops.ranks import local
 from dither.parallel import Layout, gathered
 from dither.parallel.apply import gather_codes, shard_weights
 from dither.parallel.reduction import BFloat16ReduceScatter
@@ -380,60 +376,6 @@ def test_exchange() -> None:
     assert torch.equal(results[0], results[1])
     assert not torch.equal(results[0], results[2])
     assert abs(float(results[0].mean()) - (1 + 2**-9)) < 5 * 2**-7 * 0.5 / (4096 * world) ** 0.5
-
-
-# Memory ---------------------------------------------------------------------------------------------------------------
-
-
-class Allocations(TorchDispatchMode):
-    """Count the bytes of storages that operations return, while they live, and their peak."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self.seen: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for x in pytree.tree_leaves(result):
-            storage = x.untyped_storage() if type(x) is torch.Tensor and x.device.type == "cpu" else None
-            if storage is not None and storage._cdata not in self.seen:
-                self.seen.add(storage._cdata)
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
-        return result
-
-    def _free(self, key: int, size: int) -> None:
-        self.seen.discard(key)
-        self.now -= size
-
-
-@on_ranks(4)
-def test_four_ranks_share_memory() -> None:
-    """No rank ever holds the whole model, and the parts that ranks draw are those of the model that one rank builds."""
-    sizes = config(num_hidden_layers=5)
-    known = dict(build(sizes, seed=3).named_parameters())
-    weights = sum(p.nbytes for p in known.values())
-    alone = 3 * weights  # with two moments in float32
-    for layout in (Layout(dp_shard=2, tp=2),):
-        with Allocations() as seen:
-            model = blank(sizes, "cpu")
-            dither.convert(model, METHODS["fp8-block"][0])
-            dither.parallelize(model, layout.mesh("cpu"), gather="codes")
-            draw_parts(model, 3)
-        assert seen.peak <= 0.3 * alone, (layout, seen.peak, alone)
-        assert seen.peak < 0.6 * weights, (layout, seen.peak, weights)
-        for name, p in model.named_parameters():
-            assert torch.equal(whole(p), known[name]), (layout, name)
-        optimizer = dither.optim.AdamW(model.named_parameters(), lr=1e-3)
-        step_of(model, layout)
-        optimizer.step()
-        states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
-        held = sum(local(x).nbytes for x in (*model.parameters(), *states))
-        assert held <= 0.3 * alone, (layout, held, alone)
-        if dist.get_rank() == 0:
-            print(f"{layout}: {held / alone:.3f} held, {seen.peak / alone:.3f} at the peak of building")
 
 
 # One rank of FSDP2, and compiled blocks -------------------------------------------------------------------------------

@@ -135,7 +135,6 @@ def test_a_layout_is_read_into_another(tmp_path):
     ranks(3, read, tmp_path, "fsdp")
     ranks(3, read, tmp_path, "tp")
     ranks(2, read, tmp_path, "fsdp x tp columns")
-    ranks(2, read, tmp_path, "fsdp")
 
 
 @pytest.mark.exhaustive
@@ -242,14 +241,15 @@ WAYS = [(4, "fsdp x tp", 2, "tp"), (4, "fsdp x tp", 3, "fsdp"), (3, "fsdp", 4, "
     ("way", "optimizer"),
     [
         *(
-            only((way, optimizer), kept=(optimizer, number) in (("dynamic8", 0), ("adam-mini", 1)))
+            only((way, optimizer), kept=(optimizer, number) == ("adam-mini", 1))
             for number, way in enumerate(WAYS)
             for optimizer in OPTIMIZERS
         ),
-        ((2, "fsdp", 3, "fsdp"), "sampling"),
+        only(((2, "fsdp", 3, "fsdp"), "sampling"), kept=False),
     ],
 )
 def test_training_resumes_in_another_layout(way, optimizer, tmp_path):
+    """A loop of one's own. test_train_parallel.py has runs, with 8-bit states, learned bitwidths and SNIP."""
     size, kind, other_size, other = way
     ranks(size, train_and_save, tmp_path / "first", kind, optimizer)
     ranks(other_size, restore_and_save, tmp_path / "first", tmp_path / "second", other, optimizer)
@@ -457,7 +457,7 @@ def failing(folder: Path) -> None:
     dist.barrier()
     path, skipped = checkpoint.newest(folder)
     assert path == folder / "step-00000005"
-    assert "rank-00001-00000.safetensors: its SHA-256 is not the manifest's" in skipped[0][1]
+    assert "rank-00001-00000.safetensors: its SHA-256 at byte 0 is not the saved one" in skipped[0][1]
     if dist.get_rank() == 1:
         with pytest.raises(UserError, match="its SHA-256 at byte 0 is not the saved one"):
             checkpoint.load(folder / "step-00000006")
@@ -521,7 +521,7 @@ FORGED = {
     "no chunks": (lambda body: body["files"][0].update(chunks=[]), "does not have 1 hashes"),
     "chunk": (lambda body: body.update(chunk=1), "chunks of 1048576 bytes"),
     "no tensors": (lambda body: body.pop("tensors"), "not an index"),
-    "list": (lambda body: body.update(tensors=[]), "not an object"),
+    "list": (lambda body: body.update(tensors=[]), "not an index"),
 }
 
 

@@ -13,21 +13,24 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from runs import config_of, write_bottles
+from test_parallelize import METHODS, config, step_of, whole
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from worlds import ranks
+from worlds import on_ranks, ranks
 
 import dither
-from dither import checkpoint
+from dither import checkpoint, models
 from dither.checkpoint import SavedTensors, Saver, pack, unpack
 from dither.data import open_corpus, open_tokens
 from dither.data.settings import TOKENS
 from dither.models import PRESETS, LlamaConfig
+from dither.models.presets import blank, draw_parts
 from dither.ops.ranks import local
+from dither.parallel import Layout
 from dither.train import Config
-from dither.train import config as configs
 from dither.train.config import dumps
 from dither.train.layout import RankLayout
 from dither.train.ranks import Ranks
@@ -92,9 +95,8 @@ def deep_preset() -> Iterator[None]:
 
 
 def settings(folder: Path, *more: str) -> Config:
-    small = ["model.preset=deep", "data.sequence=8", f"data.batch={RANKS}", "run.device=cpu"]
-    given = [f'data.sources=["{folder / "text"}"]', f'run.out="{folder}"', "run.eval_sequences=1", *small, *more]
-    return configs.override(Config(), given)
+    small = ["model.preset=deep", "data.sequence=8", f"data.batch={RANKS}", "run.eval_sequences=1"]
+    return config_of(folder / "text", folder, small, more)
 
 
 def build(folder: Path, ranks: Ranks, *more: str, initial: bool = True) -> Trainer:
@@ -149,9 +151,7 @@ def check_memory(folder: Path, more: list[str]) -> None:
     "more", [["parallel.dp_shard=4"], ["parallel.dp_shard=2", "parallel.tp=2"]], ids=["FSDP2", "FSDP2 x TP"]
 )
 def test_ranks_share_memory_in_every_part_of_a_run(more: list[str], tmp_path: Path) -> None:
-    (tmp_path / "text").mkdir()
-    for number in range(60):
-        (tmp_path / "text" / f"{number}.txt").write_text(f"{number} bottles of beer on the wall, take {number % 7} down. " * 5)
+    write_bottles(tmp_path / "text")
     with deep_preset():
         open_corpus(settings(tmp_path).data, tmp_path)
     one = measured(tmp_path, Ranks(torch.device("cpu")))
@@ -167,6 +167,30 @@ def test_ranks_share_memory_in_every_part_of_a_run(more: list[str], tmp_path: Pa
         assert found["step"] <= 0.3 * one["step"], (rank, found["step"], one["step"])
         # Asynchronous saving copies what a rank holds, once: on a GPU, to the host.
         assert found["save"] - found["held"] <= 1.05 * found["held"], (rank, shares)
+
+
+@on_ranks(4)
+def test_four_ranks_share_memory() -> None:
+    """No rank ever holds the whole model, and the parts that ranks draw are those of the model that one rank builds."""
+    sizes, layout = config(num_hidden_layers=5), Layout(dp_shard=2, tp=2)
+    known = dict(models.build(sizes, seed=3).named_parameters())
+    weights = sum(p.nbytes for p in known.values())
+    alone = 3 * weights  # with two moments in float32
+    with Allocations() as seen:
+        model = blank(sizes, "cpu")
+        dither.convert(model, METHODS["fp8-block"][0])
+        dither.parallelize(model, layout.mesh("cpu"), gather="codes")
+        draw_parts(model, 3)
+    assert seen.peak <= 0.3 * alone, (seen.peak, alone)
+    assert seen.peak < 0.6 * weights, (seen.peak, weights)
+    for name, p in model.named_parameters():
+        assert torch.equal(whole(p), known[name]), name
+    optimizer = dither.optim.AdamW(model.named_parameters(), lr=1e-3)
+    step_of(model, layout)
+    optimizer.step()
+    states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+    held = sum(local(x).nbytes for x in (*model.parameters(), *states))
+    assert held <= 0.3 * alone, (held, alone)
 
 
 def test_a_resume_holds_no_second_copy_of_the_weights(tmp_path: Path) -> None:

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from runs import config_of, lines, losses
 from torch.distributed.tensor import Shard, distribute_tensor
 from worlds import ranks, set_up, start_ranks
 
 from dither import UserError, checkpoint, cli
 from dither.optim import GRADIENTS, Gradients, training
 from dither.train import Config, Status, train
-from dither.train import config as configs
 from dither.train import trainer as trainers
 from dither.train.ranks import Ranks
 from dither.train.trainer import Trainer
@@ -30,16 +30,15 @@ DELAYED = ("precision.recipe=fp8-delayed", "run.steps=2", "run.eval_every=0", "r
 
 
 def settings(text: Path, out: Path, *more: str) -> Config:
-    small = ["data.sequence=16", "data.batch=4", f"run.steps={STEPS}", "run.eval_every=3", "run.sample_every=0"]
-    small += ["run.log_every=1", "run.save_every=3", "run.keep_last=9", "run.eval_sequences=3", "run.device=cpu"]
+    small = [f"run.steps={STEPS}", "run.eval_every=3", "run.log_every=1", "run.save_every=3", "run.keep_last=9"]
     # With a large eps the update is nearly proportional to the gradient, so that a rounding stays as small as it was.
-    small += ["optim.eps=1.0", "optim.lr=0.1", "data.micro_batch=2"]
-    return configs.override(Config(), [f'data.sources=["{text}"]', f'run.out="{out}"', *small, *more])
+    small += ["run.eval_sequences=3", "optim.eps=1.0", "optim.lr=0.1", "data.micro_batch=2"]
+    return config_of(text, out, small, more)
 
 
-def _train(folder: Path) -> None:
+def _train(folder: Path, text: Path) -> None:
     """All that two ranks do here, one after the other."""
-    rank, text = dist.get_rank(), folder / "text"
+    rank = dist.get_rank()
     assert train(settings(text, folder / "two")).step == STEPS
     assert train(settings(text, folder / "resumed"), resume=True).step == STEPS
     delayed = train(settings(text, folder / "two delayed", *DELAYED))
@@ -95,7 +94,7 @@ def _reduce(rank: int, folder: Path) -> None:
         (folder / f"sharded-{rank}.txt").write_text(str(error))
 
 
-def _dying(rank: int, size: int, port: int, folder: Path) -> None:
+def _dying(rank: int, size: int, port: int, folder: Path, text: Path) -> None:
     set_up(rank, size, port)
     original = Trainer.step
 
@@ -107,14 +106,13 @@ def _dying(rank: int, size: int, port: int, folder: Path) -> None:
     Trainer.step = step  # type: ignore[method-assign]
     sys.stderr = (folder / f"stderr-{rank}.txt").open("w")
     more = ["run.steps=6", "run.save_every=3", "data.sequence=16", "data.batch=4", "run.device=cpu", "run.eval_every=0"]
-    code = cli.main(["train", "--data", str(folder / "text"), "--out", str(folder / "run"), "--set", *more])
+    code = cli.main(["train", "--data", str(text), "--out", str(folder / "run"), "--set", *more])
     sys.stderr.close()
     os._exit(code)
 
 
-def test_a_rank_that_dies_ends_the_others_with_a_sentence(runs: Path, tmp_path: Path) -> None:
-    shutil.copytree(runs / "text", tmp_path / "text")
-    processes = start_ranks(_dying, 2, tmp_path).processes
+def test_a_rank_that_dies_ends_the_others_with_a_sentence(text: Path, tmp_path: Path) -> None:
+    processes = start_ranks(_dying, 2, tmp_path, text).processes
     processes[1].join()
     processes[0].join(5)
     assert [process.exitcode for process in processes] == [1, -signal.SIGKILL]
@@ -128,33 +126,25 @@ def test_a_rank_that_dies_ends_the_others_with_a_sentence(runs: Path, tmp_path: 
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    (folder / "text").mkdir()
-    for number in range(60):
-        (folder / "text" / f"{number}.txt").write_text(f"{number} bottles of beer on the wall, take {number % 7} down. " * 5)
-    train(settings(folder / "text", folder / "one"))
-    train(settings(folder / "text", folder / "one delayed", *DELAYED))
+    train(settings(text, folder / "one"))
+    train(settings(text, folder / "one delayed", *DELAYED))
     shutil.copytree(folder / "one", folder / "resumed")
     checkpoint.drop(folder / "resumed" / "checkpoints", after=3)
-    ranks(2, _train, folder)
+    ranks(2, _train, folder, text)
     return folder
-
-
-def curve(out: Path, kind: str = "train") -> list[float]:
-    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in {line["step"]: line for line in found if line["kind"] == kind}.values()]
 
 
 @pytest.mark.parametrize("kind", ["train", "eval"])
 def test_two_ranks_are_one(runs: Path, kind: str) -> None:
     """From the first step on, and resumed by two where one had trained."""
-    one = curve(runs / "one", kind)
+    one = losses(runs / "one", kind)
     assert len(one) == (STEPS if kind == "train" else 2)
     assert one[-1] < one[0] - 0.1
     # Means of 64 float32 losses near 5, added in another order: a few units of 2^-24 each; six smooth steps keep that small.
-    assert curve(runs / "two", kind) == pytest.approx(one, rel=1e-6)
-    assert curve(runs / "resumed", kind) == pytest.approx(one, rel=1e-6)
+    assert losses(runs / "two", kind) == pytest.approx(one, rel=1e-6)
+    assert losses(runs / "resumed", kind) == pytest.approx(one, rel=1e-6)
 
 
 def test_weights_of_two_ranks(runs: Path) -> None:
@@ -216,12 +206,11 @@ def test_sharded_gradients_are_fsdp_s(runs: Path) -> None:
 
 
 def test_two_ranks_train_with_stochastic_gradients(runs: Path) -> None:
-    found = curve(runs / "stochastic")
+    found = losses(runs / "stochastic")
     assert len(found) == 2
     assert found[1] < found[0]
 
 
 def test_only_one_rank_writes(runs: Path) -> None:
-    found = [json.loads(line) for line in (runs / "two" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in found if line["kind"] == "train"] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in lines(runs / "two", "train")] == list(range(1, STEPS + 1))
     assert json.loads((runs / "two" / "environment.json").read_text())["world_size"] == 2

@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from made_once import made_once
+from runs import config_of, lines, losses, write_bottles
 from sweeps import only
 from torch import Tensor, nn
 from worlds import Forked, ranks
@@ -91,11 +92,10 @@ WATCHED = (
 
 
 def settings(folder: Path, out: str, batch: int, *more: str) -> Config:
-    small = ["model.preset=wide", "data.sequence=16", "data.micro_batch=1", "run.eval_every=0", "run.sample_every=0"]
-    small += ["run.log_every=1", "run.save_every=0", "run.keep_last=9", "run.eval_sequences=1", "run.device=cpu"]
+    small = ["model.preset=wide", "data.micro_batch=1", "run.log_every=1", "run.save_every=0", "run.keep_last=9"]
     # With a large eps the update is nearly proportional to the gradient, so that a rounding stays as small as it was.
-    small += ["optim.eps=1.0", "optim.lr=0.1", f"data.batch={batch}"]
-    return configs.override(Config(), [f'data.sources=["{folder / "text"}"]', f'run.out="{folder / out}"', *small, *more])
+    small += ["run.eval_sequences=1", "optim.eps=1.0", "optim.lr=0.1", f"data.batch={batch}"]
+    return config_of(folder / "text", folder / out, small, more)
 
 
 @contextlib.contextmanager
@@ -112,11 +112,6 @@ def wide_preset() -> Any:
         yield
 
 
-def losses(out: Path, kind: str = "train") -> list[float]:
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in {line["step"]: line for line in lines if line["kind"] == kind}.values()]
-
-
 def train_each(folder: Path, *runs: tuple[str, int, list[str]]) -> None:
     """Train several runs, one after the other: name, sequences per step, settings."""
     with wide_preset():
@@ -126,15 +121,7 @@ def train_each(folder: Path, *runs: tuple[str, int, list[str]]) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("parallel")
-    write_text(made)
-    return made
-
-
-def write_text(folder: Path) -> None:
-    (folder / "text").mkdir()
-    for number in range(60):
-        (folder / "text" / f"{number}.txt").write_text(f"{number} bottles of beer on the wall, take {number % 7} down. " * 5)
+    return write_bottles(tmp_path_factory.mktemp("parallel") / "text").parent
 
 
 UNITS = {"bf16-sr": 2.0**-8}
@@ -194,12 +181,12 @@ def thin(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (f"{layout} {method} {steps}", LAYOUTS[layout][1], [*METHODS[method], *LAYOUTS[layout][2], f"run.steps={steps}"])
         for layout, method, steps in THIN
     ]
-    zero_bubble = [*FP8, "parallel.pp=2", "parallel.schedule=zero-bubble", "run.steps=2"]
+    zero_bubble = [*METHODS["fp4-block"], "parallel.pp=2", "parallel.schedule=zero-bubble", "run.steps=2"]
     watched = [*METHODS["gaussws"], "parallel.tp=2", *WATCHED, "run.steps=2", "parallel.checkpointing=full"]
     runs += [("PP zero-bubble", 2, zero_bubble), ("watched", 2, watched)]
 
     def train_all(made: Path) -> None:
-        write_text(made)
+        write_bottles(made / "text")
         ranks(2, train_each, made, *runs)
 
     made = made_once(tmp_path_factory, "thin", train_all)
@@ -214,7 +201,8 @@ def test_ranks_train_as_one_process(thin: Path, layout: str, method: str, steps:
 
 
 def test_a_schedule_of_pipelines_changes_no_bit(thin: Path) -> None:
-    assert losses(thin / "PP zero-bubble") == alone(thin, "one fp8-block 2 2", 2, *FP8, "run.steps=2")
+    """Stages draw the random bits of one process, for weights and gradients, in another order of micro-batches."""
+    assert losses(thin / "PP zero-bubble") == alone(thin, "one fp4-block 2 2", 2, *METHODS["fp4-block"], "run.steps=2")
 
 
 def test_outputs_of_a_model_that_is_cut(thin: Path) -> None:
@@ -223,16 +211,15 @@ def test_outputs_of_a_model_that_is_cut(thin: Path) -> None:
     alone(thin, "one watched", 2, *more)
     kinds: dict[str, list[list[dict[str, Any]]]] = {}
     for out in ("watched", "one watched"):
-        lines = [json.loads(line) for line in (thin / out / "metrics.jsonl").read_text().splitlines()]
         for kind in ("eval", "sample", "bitwidths", "numerics", "train"):
-            kinds.setdefault(kind, []).append([line for line in lines if line["kind"] == kind])
+            kinds.setdefault(kind, []).append(lines(thin / out, kind))
     assert all(found and len(found) == len(expected) for found, expected in kinds.values())
     assert [line["text"] for line in kinds["sample"][0]] == [line["text"] for line in kinds["sample"][1]]
     assert [line["layers"].keys() for line in kinds["bitwidths"][0]] == [
         line["layers"].keys() for line in kinds["bitwidths"][1]
     ]
     for kind in ("eval", "train"):
-        found, expected = ([line["loss"] for line in lines] for lines in kinds[kind])
+        found, expected = ([line["loss"] for line in written] for written in kinds[kind])
         assert found == pytest.approx(expected, rel=1e-6)
     blocks, whole = (json.loads((thin / out / "bitwidths.json").read_text()) for out in ("watched", "one watched"))
     assert blocks["step"] == whole["step"] == 2

@@ -1,8 +1,8 @@
 """Checkpoints of torch.distributed.checkpoint (DCP), such as torchtitan's: plain tensors, read without executing anything.
 
 The metadata is a pickle, and so is the header of each tensor. `loads` reads both with an allow-list of names that stand for
-inert records: nothing is imported and nothing of torch is called. (`torch.load(weights_only=True)` trusts sizes of storages,
-and reads beyond their end if these are forged.) Safetensors files that DCP's HuggingFaceStorageWriter wrote are read too.
+inert records: nothing is imported and nothing of torch is called. (`torch.load(weights_only=True)` reads no bare pickle, which
+the metadata is.) Safetensors files that DCP's HuggingFaceStorageWriter wrote are read too.
 """
 
 import io

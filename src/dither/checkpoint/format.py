@@ -195,45 +195,26 @@ def read_header(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
     }, metadata
 
 
-class ChunkHashes:
-    """Hashes of the chunks of a file, while it is written or read.
+def hashed(pieces: Iterable[bytes | memoryview], hashes: list[str]) -> Iterator[bytes | memoryview]:
+    """Yield the pieces of a file unchanged, and append the SHA-256 of each of its chunks to `hashes`.
 
-    >>> hashes = ChunkHashes()
-    >>> [len(piece) for piece in hashes.over([b"a" * CHUNK, b"b"])]
-    [1048576, 1]
-    >>> len(hashes.finished())
-    2
+    >>> hashes = []
+    >>> [len(piece) for piece in hashed([b"a" * CHUNK, b"b"], hashes)], len(hashes)
+    ([1048576, 1], 2)
     """
-
-    def __init__(self) -> None:
-        self._hashes: list[str] = []
-        self._open, self._filled = hashlib.sha256(), 0
-
-    def over(self, pieces: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-        """Yield the pieces of a file unchanged, and hash them."""
-        for piece in pieces:
-            self.update(memoryview(piece))
-            yield piece
-
-    def update(self, left: memoryview) -> None:
-        """Add bytes."""
+    sha256, filled = hashlib.sha256(), 0
+    for piece in pieces:
+        left = memoryview(piece)
         while left:
-            part = left[: CHUNK - self._filled]
-            self._open.update(part)
-            self._filled += len(part)
-            left = left[len(part) :]
-            if self._filled == CHUNK:
-                self._close()
-
-    def _close(self) -> None:
-        self._hashes.append(self._open.hexdigest())
-        self._open, self._filled = hashlib.sha256(), 0
-
-    def finished(self) -> list[str]:
-        """Return the hashes after the last byte."""
-        if self._filled:
-            self._close()
-        return self._hashes
+            part = left[: CHUNK - filled]
+            sha256.update(part)
+            filled, left = filled + len(part), left[len(part) :]
+            if filled == CHUNK:
+                hashes.append(sha256.hexdigest())
+                sha256, filled = hashlib.sha256(), 0
+        yield piece
+    if filled:
+        hashes.append(sha256.hexdigest())
 
 
 # The manifest ---------------------------------------------------------------------------------------------------------
@@ -392,53 +373,45 @@ def read_indexes(path: Path, manifest: Manifest) -> tuple[dict[str, SavedTensor]
 
 def add_index(body: Any, rank: str, manifest: Manifest, tensors: dict[str, SavedTensor], hashes: dict[str, list[str]]) -> None:
     """Add the index of one rank to the tensors and hashes of all; raise Refused for anything that cannot be."""
-    if not isinstance(body, dict) or set(body) != {"chunk", "files", "tensors"} or body["chunk"] != CHUNK:
-        raise Refused(f"it is not an index of files and tensors with chunks of {CHUNK} bytes")
-    if not isinstance(body["files"], list) or not isinstance(body["tensors"], dict):
-        raise Refused("its files are not a list, or its tensors are not an object")
-    named = []
-    for entry in body["files"]:
-        if not isinstance(entry, dict) or set(entry) != {"name", "chunks"} or not isinstance(entry["name"], str):
-            raise Refused("a file is not given by name and chunks")
-        name, chunks = entry["name"], entry["chunks"]
-        if not name.startswith(f"{rank}-") or name not in manifest.files or name in hashes:
+    try:
+        if body["chunk"] != CHUNK:
+            raise Refused(f"it does not have chunks of {CHUNK} bytes")
+        named = [(entry["name"], entry["chunks"]) for entry in body["files"]]
+        found = [(name, entry["dtype"], entry["shape"], list(entry["pieces"])) for name, entry in body["tensors"].items()]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise Refused("it is not an index of files and tensors") from None
+    for name, chunks in named:
+        if not isinstance(name, str) or not name.startswith(f"{rank}-") or name not in manifest.files or name in hashes:
             raise Refused(f"it names the file {name!r:.80}, which is not its own")
         count = -(-manifest.files[name]["bytes"] // CHUNK)
         right = isinstance(chunks, list) and len(chunks) == count
         if not right or not all(isinstance(each, str) and re.fullmatch(r"[0-9a-f]{64}", each) for each in chunks):
             raise Refused(f"{name} does not have {count} hashes")
         hashes[name] = chunks
-        named.append(name)
-    for name, entry in body["tensors"].items():
+    for name, dtype, shape, pieces in found:
         if not NAME.fullmatch(name):
             raise Refused(f"it has a tensor of the name {name!r:.80}")
-        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "pieces"} or not isinstance(entry["pieces"], list):
-            raise Refused(f"the entry of {name!r} is not dtype, shape and pieces")
-        if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
-            raise Refused(f"the type of {name!r} is unknown: {entry['dtype']!r:.40}")
-        if not is_shape(entry["shape"]):
-            raise Refused(f"the shape of {name!r} is impossible: {entry['shape']!r:.80}")
-        found = SavedTensor(DTYPES[entry["dtype"]], tuple(entry["shape"]))
-        tensor = tensors.setdefault(name, found)
-        if (tensor.dtype, tensor.shape) != (found.dtype, found.shape):
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            raise Refused(f"the type of {name!r} is unknown: {dtype!r:.40}")
+        if not is_shape(shape):
+            raise Refused(f"the shape of {name!r} is impossible: {shape!r:.80}")
+        own = SavedTensor(DTYPES[dtype], tuple(shape))
+        tensor = tensors.setdefault(name, own)
+        if (tensor.dtype, tensor.shape) != (own.dtype, own.shape):
             raise Refused(
-                f"the tensor {name!r} is {found.dtype} {list(found.shape)} here, and {tensor.dtype} {list(tensor.shape)} on "
-                "another rank"
+                f"the tensor {name!r} is {own.dtype} {shape} here, and {tensor.dtype} {list(tensor.shape)} on another rank"
             )
-        tensor.pieces.extend(_piece(name, tensor, piece, named) for piece in entry["pieces"])
-
-
-def _piece(name: str, tensor: SavedTensor, piece: Any, named: list[str]) -> SavedPiece:
-    if not isinstance(piece, list) or len(piece) != 3 or type(piece[0]) is not int or not 0 <= piece[0] < len(named):
-        raise Refused(f"a piece of {name!r} is not a file, an offset and a shape")
-    number, offset, shape = piece
-    fits = is_shape(shape) and is_shape(offset) and len(offset) == len(shape) == len(tensor.shape)
-    if not fits or not all(n > 0 and o + n <= size for o, n, size in zip(offset, shape, tensor.shape, strict=True)):
-        raise Refused(
-            f"a piece of {name!r} has the offset {offset!r:.80} and the shape {shape!r:.80}, which is not inside "
-            f"{list(tensor.shape)!s:.80}"
-        )
-    return SavedPiece(named[number], key_of(name, offset), tuple(offset), tuple(shape))
+        for piece in pieces:
+            if not isinstance(piece, list) or len(piece) != 3 or piece[0] not in range(len(named)):
+                raise Refused(f"a piece of {name!r} is not a file, an offset and a shape")
+            number, offset, size = piece
+            fits = is_shape(size) and is_shape(offset) and len(offset) == len(size) == len(shape)
+            if not fits or not all(n > 0 and o + n <= most for o, n, most in zip(offset, size, shape, strict=True)):
+                raise Refused(
+                    f"a piece of {name!r} has the offset {offset!r:.80} and the shape {size!r:.80}, which is not inside "
+                    f"{shape!s:.80}"
+                )
+            tensor.pieces.append(SavedPiece(named[int(number)][0], key_of(name, offset), tuple(offset), tuple(size)))
 
 
 def is_shape(value: object) -> bool:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from dither import files
 from dither.checkpoint import format
-from dither.checkpoint.format import CHUNK, ChunkHashes, FileTensor, Manifest, SavedPiece, SavedTensor, explained
+from dither.checkpoint.format import CHUNK, FileTensor, Manifest, SavedPiece, SavedTensor, explained
 from dither.checkpoint.layout import Box, box_of, empty_like, local_part, overlap
 from dither.errors import UserError
 from dither.files import Refused
@@ -129,8 +129,12 @@ class CheckedFile:
         self.name, self.hashes = path.name, hashes
         self.bytes_read = 0
         self._number, self._chunk = -1, b""
+        self.tensors: dict[str, FileTensor] = {}
         try:
-            self.tensors: dict[str, FileTensor] = _checked_header(path, expected)
+            # Besides the hashes: these show that nothing changed, not that the header was valid.
+            self.tensors, _ = format.read_header(path)
+            if {name: (tensor.dtype, tensor.shape) for name, tensor in self.tensors.items()} != expected:
+                raise Refused(f"{path.name}: its tensors are not those of its index")
         except Refused:
             self.close()
             raise
@@ -140,14 +144,15 @@ class CheckedFile:
         data, at = bytearray(end - begin), begin
         while at < end:
             number, first = divmod(at, CHUNK)
-            part = memoryview(self._verified(number))[first : first + end - at]
+            part = memoryview(self.chunk(number))[first : first + end - at]
             if not part:
                 raise Refused(f"{self.name}: it ends at byte {at}")
             data[at - begin : at - begin + len(part)] = part
             at += len(part)
         return data
 
-    def _verified(self, number: int) -> bytes:
+    def chunk(self, number: int) -> bytes:
+        """Return the bytes of a chunk, compared with its hash."""
         if number != self._number:
             data = b""
             while part := os.pread(self._file.fileno(), CHUNK - len(data), number * CHUNK + len(data)):
@@ -161,13 +166,6 @@ class CheckedFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def _checked_header(path: Path, expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, FileTensor]:
-    tensors, _ = format.read_header(path)
-    if {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()} != expected:
-        raise Refused(f"{path.name}: its tensors are not those of its index")
-    return tensors
 
 
 class SavedTensors(TensorSource):
@@ -208,27 +206,12 @@ class SavedTensors(TensorSource):
         """Verify all files; raise a UserError if anything is wrong."""
         with explained(self.path):
             for name, hashes in sorted(self._hashes.items()):
-                self._verify_file(name, hashes)
-
-    def _verify_file(self, name: str, hashes: list[str]) -> None:
-        sha256, chunks, buffer = hashlib.sha256(), ChunkHashes(), memoryview(bytearray(files.CHUNK))
-        with files.open_plainly(self.path / name) as file:
-            while count := file.readinto(buffer):  # type: ignore[attr-defined]
-                sha256.update(buffer[:count])
-                chunks.update(buffer[:count])
-        if sha256.hexdigest() != self.manifest.files[name]["sha256"]:
-            raise Refused(f"{name}: its SHA-256 is not the manifest's: a bit changed since it was saved")
-        if chunks.finished() != hashes:
-            raise Refused(f"{name}: the hashes of its chunks are not those of its index")
-        # The header is checked in any case: a matching hash shows that nothing changed, not that it was valid.
-        _checked_header(self.path / name, self._expected[name])
+                file = self._file(name)
+                for number in range(len(hashes)):
+                    file.chunk(number)
 
     def _fill_piece(self, saved: SavedTensor, piece: SavedPiece, box: Box, target: Tensor) -> None:
-        if piece.file not in self._open:
-            while len(self._open) >= MOST_OPEN:
-                self._shut(next(iter(self._open)))
-            self._open[piece.file] = CheckedFile(self.path / piece.file, self._hashes[piece.file], self._expected[piece.file])
-        file, size = self._open[piece.file], saved.dtype.itemsize
+        file, size = self._file(piece.file), saved.dtype.itemsize
         begin = file.tensors[piece.key].begin
         for first, shape, inner, place in _blocks(piece.shape, box, size):
             data = file.between(begin + first * size, begin + (first + math.prod(shape)) * size)
@@ -237,6 +220,14 @@ class SavedTensors(TensorSource):
                 raise Refused(f"{piece.file}: the booleans of {piece.key!r} are neither 0 nor 1")
             values = values.view(saved.dtype).view(shape)
             (target[place] if target.dim() else target).copy_(values[inner] if values.dim() else values)
+
+    def _file(self, name: str) -> CheckedFile:
+        """Return an open file; its header has been checked."""
+        if name not in self._open:
+            while len(self._open) >= MOST_OPEN:
+                self._shut(next(iter(self._open)))
+            self._open[name] = CheckedFile(self.path / name, self._hashes[name], self._expected[name])
+        return self._open[name]
 
     def _shut(self, name: str) -> None:
         file = self._open.pop(name)

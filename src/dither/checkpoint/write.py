@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dither import files
 from dither.checkpoint import format
-from dither.checkpoint.format import MANIFEST, PLAIN, ChunkHashes, Manifest, SavedPiece, SavedTensor
+from dither.checkpoint.format import MANIFEST, PLAIN, Manifest, SavedPiece, SavedTensor
 from dither.checkpoint.layout import Box, box_of, local_part
 from dither.checkpoint.read import newest, verify
 from dither.errors import UserError
@@ -381,14 +381,14 @@ def _write_share(
     hashes: dict[str, list[str]] = {}
     tensors = {name: SavedTensor(piece.dtype, piece.shape) for name, piece in share.items()}
     for number, names in enumerate(parts):
-        file, chunks, values = f"rank-{rank:05d}-{number:05d}.safetensors", ChunkHashes(), {}
+        file, values = f"rank-{rank:05d}-{number:05d}.safetensors", {}
         for name in names:
             offset = tuple(begin for begin, _ in share[name].box or ())
             piece = SavedPiece(file, format.key_of(name, offset), offset, tuple(share[name].values.shape))
             tensors[name].pieces.append(piece)
             values[piece.key] = share[name].values
-        entries[file] = _entry(files.write_new(temporary / file, chunks.over(format.tensor_file(values)), beneath=beneath))
-        hashes[file] = chunks.finished()
+        pieces = format.hashed(format.tensor_file(values), hashes.setdefault(file, []))
+        entries[file] = _entry(files.write_new(temporary / file, pieces, beneath=beneath))
     index = f"rank-{rank:05d}.json"
     entries[index] = _entry(files.write_new(temporary / index, [format.index_bytes(hashes, tensors)], beneath=beneath))
     files.sync(temporary)

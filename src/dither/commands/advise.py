@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json as json_text
 import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dither.console import ProgressBars, print_table
+from dither.commands.arguments import Json
+from dither.console import ProgressBars, print_result, print_table, print_text
 from dither.errors import UserError
 from dither.models import PRESETS
 from dither.settings import toml
 
 if TYPE_CHECKING:
     from dither.tools.memory import Shape
-    from dither.tools.scaling import Option, Ranking, Step
+    from dither.tools.scaling import RankedStep, Ranking, TrainingStep
 
 SHOWN, OTHERS = 15, 4
 """Rows of the table of precisions, and of the table of other layouts."""
@@ -35,7 +35,7 @@ def advise(
     node: int = 8,
     network: float | None = None,
     toml: str | None = None,
-    json: bool = False,
+    json: Json = False,
 ) -> int:
     """Rank precisions and layouts for a model on many GPUs, with the config to run.
 
@@ -54,14 +54,13 @@ def advise(
         node: GPUs per node, connected by NVLink.
         network: Network bandwidth per GPU in Gbit/s; by default 400, and 200 for the A100.
         toml: Write the recommended config to this file.
-        json: Print JSON.
     """
-    from dither.tools.gpus import accelerator_named
+    from dither.tools.gpus import gpu_named
     from dither.tools.memory import llama3_of, model_shape
     from dither.tools.scaling import Job, rank
 
-    accelerator = accelerator_named(gpu)
-    accelerator = accelerator if network is None else accelerator.with_network(network)
+    kind = gpu_named(gpu, rated=True)
+    kind = kind if network is None else kind.with_network(network)
     for name, given in (("tokens", tokens), ("price", price)):
         if given is not None and not 0 < given < 1e18:
             raise UserError(f"--{name} is a positive number, not {given:g}.")
@@ -72,7 +71,7 @@ def advise(
     if (model is None) == (params is None):
         raise UserError("Give either --model (a preset or a Hugging Face folder) or --params.")
     shape = model_shape(model) if params is None else llama3_of(params)
-    job = Job(shape=shape, accelerator=accelerator, gpus=gpus, node=node, sequence=sequence, batch_tokens=batch_tokens)
+    job = Job(shape=shape, gpu=kind, gpus=gpus, node=node, sequence=sequence, batch_tokens=batch_tokens)
     with ProgressBars(sys.stderr).stage("Comparing precisions and layouts") as tick:
         ranking = rank(job, tick)
     text = config_text(ranking.best, model, tokens)
@@ -81,15 +80,16 @@ def advise(
             Path(toml).write_text(text)
         except OSError as error:
             raise UserError(f"{toml} cannot be written: {error.strerror}.") from None
-    if json:
-        print(json_text.dumps(_as_json(ranking, tokens, price, text), indent=1, allow_nan=False))
-        return 0
-    _print(ranking, tokens, price)
-    print(f"\nThe config{'' if toml is None else f', written to {toml}'}:\n\n{text}", end="")
+
+    def in_words() -> None:
+        _print(ranking, tokens, price)
+        print(f"\nThe config{'' if toml is None else f', written to {toml}'}:\n\n{text}", end="")
+
+    print_result(_as_dict(ranking, tokens, price, text), in_words, json=json)
     return 0
 
 
-def config_text(option: Option, model: str | None, tokens: float | None) -> str:
+def config_text(option: RankedStep, model: str | None, tokens: float | None) -> str:
     """Return the config of an option as TOML."""
     step, layout, choice = option.step, option.step.layout, option.choice
     if model is None:
@@ -100,7 +100,7 @@ def config_text(option: Option, model: str | None, tokens: float | None) -> str:
         named, said = {"preset" if model in PRESETS else "hf": model}, ""
     sections: dict[str, dict[str, Any]] = {
         "model": named,
-        "data": {"sequence": step.passes.sequence, "batch": step.batch, "micro_batch": step.passes.micro},
+        "data": {"sequence": step.passes.sequence, "batch": step.batch, "micro_batch": step.passes.batch},
         "precision": {"mode": choice.mode, "recipe": choice.recipe, "states": choice.states},
         "parallel": {
             "dp_replicate": layout.dp_replicate,
@@ -119,15 +119,15 @@ def config_text(option: Option, model: str | None, tokens: float | None) -> str:
     return said + "\n".join(lines)
 
 
-def _days(step: Step, tokens: float) -> float:
+def _days(step: TrainingStep, tokens: float) -> float:
     return tokens / step.tokens_per_second / 86400
 
 
-def _cost(step: Step, tokens: float, price: float) -> float:
+def _cost(step: TrainingStep, tokens: float, price: float) -> float:
     return _days(step, tokens) * 24 * price * step.layout.ranks
 
 
-def _row(option: Option, tokens: float | None, price: float | None) -> tuple[str, ...]:
+def _row(option: RankedStep, tokens: float | None, price: float | None) -> tuple[str, ...]:
     """Return the cells of an option in the table."""
     from dither.tools.memory import GIB
 
@@ -136,7 +136,7 @@ def _row(option: Option, tokens: float | None, price: float | None) -> tuple[str
         " ".join(part for part in (option.choice.mode, option.choice.recipe, option.choice.states) if part),
         *(str(size) for size in (layout.dp_replicate, layout.dp_shard, layout.tp)),
         f"{layout.pp}{'i' if layout.virtual > 1 else ''}",
-        f"{passes.micro}x{passes.number}",
+        f"{passes.batch}x{passes.number}",
         passes.checkpointing,
         f"{step.memory.peak / GIB:.1f}",
         f"{step.tokens_per_second / 1e3:.1f}",
@@ -158,17 +158,19 @@ def _print(ranking: Ranking, tokens: float | None, price: float | None) -> None:
     header += [] if tokens is None else ["days"]
     header += [] if price is None else ["cost"]
     right = (1, 2, 3, 4, 5, *range(7, len(header)))
-    print(f"{_sizes(job.shape)} on {job.gpus} {job.accelerator.name} with {job.usable / GIB:.0f} GiB to use on each\n")
+    print(f"{_sizes(job.shape)} on {job.gpus} {job.gpu.name} with {job.usable / GIB:.0f} GiB to use on each\n")
     title = "The fastest layout of each precision"
     print_table(title, header, [_row(option, tokens, price) for option in ranking.options[:SHOWN]], right)
     for option in ranking.refused:
-        print(f"  {option.shortfall(job.usable)}.")
-    print("  repl: dp_replicate, shard: dp_shard; pp with i: interleaved; passes: sequences per pass x passes per step and GPU")
+        print_text(f"  {option.shortfall(job.usable)}.")
+    print_text(
+        "  repl: dp_replicate, shard: dp_shard; pp with i: interleaved; passes: sequences per pass x passes per step and GPU"
+    )
     print(f"\nRecommended: {best.choice} with {best.step.layout}")
     print(f"  A step has {best.step.tokens:,} tokens and takes {best.step.seconds:.2f} s.")
     for reason in reasons(ranking):
-        print(f"  {reason}")
-    print(f"  {DEVIATION}")
+        print_text(f"  {reason}")
+    print_text(f"  {DEVIATION}")
     print()
     parts = {part.replace("_", " "): size for part, size in best.step.memory.parts.items() if size >= 0.005 * GIB}
     print_table(
@@ -194,24 +196,22 @@ def _sizes(shape: Shape) -> str:
     return f"{shape.parameters / 1e9:.2f}B parameters (width {shape.width}, {shape.layers} blocks, {shape.heads}/{kept} heads)"
 
 
-def _as_json(ranking: Ranking, tokens: float | None, price: float | None, text: str) -> dict[str, Any]:
+def _as_dict(ranking: Ranking, tokens: float | None, price: float | None, text: str) -> dict[str, Any]:
     """Return everything that was found."""
     from dither.tools.scaling import reasons
 
-    def found(option: Option) -> dict[str, Any]:
-        step, layout, choice = option.step, option.step.layout, option.choice
+    def found(option: RankedStep) -> dict[str, Any]:
+        step, layout = option.step, option.step.layout
         return {
-            "precision": {"mode": choice.mode, "recipe": choice.recipe, "states": choice.states},
+            "precision": option.choice,
             "parallel": {name: getattr(layout, name) for name in ("dp_replicate", "dp_shard", "tp", "pp", "schedule")},
             "checkpointing": step.passes.checkpointing,
-            "sequences_per_pass": step.passes.micro,
+            "sequences_per_pass": step.passes.batch,
             "passes": step.passes.number,
             "tokens_per_step": step.tokens,
-            "memory_bytes": dict(step.memory.parts),
-            "peak_bytes": step.memory.peak,
-            "peak_moment": step.memory.moment,
-            "sent_bytes": {name: {"nvlink": sent.nvlink, "network": sent.network} for name, sent in step.traffic.items()},
-            "seconds": dict(step.seconds_by_part),
+            **step.memory.to_dict(),
+            "sent_bytes": step.traffic,
+            "seconds": step.seconds_by_part,
             "step_seconds": step.seconds,
             "tokens_per_second": step.tokens_per_second,
             "mfu": step.mfu,
@@ -222,11 +222,11 @@ def _as_json(ranking: Ranking, tokens: float | None, price: float | None, text: 
     job = ranking.job
     return {
         "gpus": job.gpus,
-        "gpu": job.accelerator.name,
+        "gpu": job.gpu.name,
         "usable_bytes": job.usable,
         "parameters": job.shape.parameters,
         "recommended": found(ranking.best),
-        "reasons": list(reasons(ranking)),
+        "reasons": reasons(ranking),
         "ranked": [found(option) for option in ranking.options],
         "alternatives": [found(option) for option in ranking.alternatives],
         "refused": [{**found(option), "reason": option.shortfall(job.usable)} for option in ranking.refused],

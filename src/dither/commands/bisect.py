@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_text
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from dither.console import ProgressBars, print_table
+from dither.commands.arguments import Json
+from dither.console import ProgressBars, print_result, print_table, print_text
 from dither.errors import UserError
 from dither.tools.arms import precision_or_plan
 from dither.train import config as configs
@@ -34,7 +34,7 @@ def bisect(
     steps: int = 10,
     bound: float | None = None,
     free: bool = False,
-    json: bool = False,
+    json: Json = False,
 ) -> int:
     """Run two precisions in lockstep and name the first layer that differs.
 
@@ -50,7 +50,6 @@ def bisect(
         steps: Most steps to run; the first difference beyond the bound ends the run.
         bound: The largest relative difference of a layer; by default well above that of the other layers.
         free: Let B keep its own weights, so that differences accumulate as in two separate runs.
-        json: Print JSON.
     """
     from dither.data import open_corpus
     from dither.tools import bisect as lockstep
@@ -77,10 +76,7 @@ def bisect(
             bisection = lockstep.bisect(
                 first, second, names=(a, b), steps=steps, bound=bound, free=free, tell=bars.say, tick=tick
             )
-    if json:
-        print(json_text.dumps(bisection.to_dict(), indent=1, allow_nan=False))
-    else:
-        _print_differences(bisection)
+    print_result(bisection, lambda: _print_differences(bisection), json=json)
     return 0 if bisection.culprit is None else 1
 
 
@@ -104,4 +100,4 @@ def _print_differences(bisection: Bisection) -> None:
     )
     if len(largest) > SHOWN:
         print(f"and {len(largest) - SHOWN} more; --json prints all of them")
-    print(bisection.sentence)
+    print_text(bisection.sentence)

@@ -49,7 +49,7 @@ def prepare(
         end_token: The name of the token after each document, if a tokenizer.json has an unusual one.
     """
     from dither import data as tokens
-    from dither.data.preparation import NothingHeldOutError, check_fraction, reporting
+    from dither.data.preparation import NothingHeldOutError, check_fraction
     from dither.data.text import SEPARATOR, STDLIB, Reading
 
     chosen: Sources = sources or STDLIB
@@ -67,7 +67,7 @@ def prepare(
 
     try:
         with bars.stage("Tokenizing") as tick:
-            options = {"field": field, "separator": separator, "progress": reporting(tick), "say": say}
+            options = {"field": field, "separator": separator, "tick": tick, "say": say}
             corpus = tokens.prepare(chosen, folder, written, held_out=held, **options)  # type: ignore[arg-type]
     except NothingHeldOutError as error:
         raise UserError(f'{error} These are --separator (--separator "" splits at empty lines) and --held-out.') from None

@@ -4,8 +4,12 @@ from typing import Annotated
 
 import tyro
 
+from dither.commands.arguments import Json
 
-def doctor(elements: int = 1900, engines: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None) -> int:
+
+def doctor(
+    elements: int = 1900, engines: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None, json: Json = False
+) -> int:
     """Examine this machine, and test that kernels and devices agree bit for bit.
 
     It shows versions and devices, tries matrix products, runs the self-test, and recommends precisions for models of several
@@ -18,4 +22,4 @@ def doctor(elements: int = 1900, engines: Annotated[str | None, tyro.conf.arg(me
     """
     from dither.tools.doctor import run
 
-    return run(elements, engines)
+    return run(elements, engines, json=json)

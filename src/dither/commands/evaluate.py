@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import json as json_text
-import os
-import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from dither.console import ProgressBars, Stage, print_table
+from dither.commands.arguments import Device, Json, ModelPath
+from dither.console import ProgressBars, Stage, print_result, print_table
 from dither.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,9 +23,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    model: Annotated[
-        Path | None, tyro.conf.arg(metavar="RUN|CHECKPOINT|MODEL", help_behavior_hint="(required, before all options)")
-    ] = None,
+    model: ModelPath,
     /,
     data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SOURCE...")] = (),
     cast: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FORMAT...")] = (),
@@ -40,8 +35,8 @@ def evaluate(
     shots: int | None = None,
     sequence: int | None = None,
     sequences: int = 0,
-    device: str = "auto",
-    json: bool = False,
+    device: Device = "auto",
+    json: Json = False,
 ) -> int:
     """Evaluate a model on held-out text and on tasks, also with other casts.
 
@@ -49,7 +44,6 @@ def evaluate(
     Differences are paired: of the same batches of text, and of the same questions.
 
     Args:
-        model: A run, whose newest whole checkpoint is evaluated, a checkpoint, or a folder of a Hugging Face model.
         data: Other text, all of which is read, or a prepared folder, whose held-out part is read; by default that of the run.
         cast: Also cast the weights of linear layers as for deployment, such as e2m1:block(32), e4m3:row or mxfp4; "learned"
             casts sampled layers by their learned bitwidths.
@@ -62,21 +56,14 @@ def evaluate(
         sequence: Tokens per sequence, and most tokens per question; by default as in training, or 1024, and for questions as
             many as the model has positions.
         sequences: Number of sequences, evenly spaced over the text; 0 means all.
-        device: auto (cuda if available), cpu, cuda, or cuda:N.
-        json: Print JSON.
     """
-    if model is None:
-        raise UserError(_misplaced({"data": data, "cast": cast, "plan": plan, "against": against, "tasks": tasks}))
     from dither.evaluate import variants as evaluation
     from dither.train.config import RunSettings
     from dither.train.ranks import joined
 
     RunSettings(device=device)  # checks it
-    variants = evaluation.Variants(cast, plan, against)
-    if not tasks and any(given is not None for given in (task_data, limit, shots)):
-        raise UserError("--task-data, --limit and --shots are for tasks: name them with --tasks.")
-    stage = ProgressBars(sys.stderr).stage
-    with _scorer(_Questions(tasks, task_data, limit, shots, sequence), stage) as score, joined(device) as ranks:
+    variants, stage = evaluation.Variants(cast, plan, against), ProgressBars(sys.stderr).stage
+    with _scorer(tasks, task_data, limit, shots, sequence, stage) as score, joined(device) as ranks:
         result = evaluation.evaluate(
             model,
             data,
@@ -88,41 +75,23 @@ def evaluate(
             once=ranks.once,
             stage=stage,
         )
-    if json:
-        print(json_text.dumps(result.to_dict(), indent=1, allow_nan=False))
-    else:
+
+    def in_words() -> None:
         _print_text(result)
         _print_tasks(result)
+
+    print_result(result, in_words, json=json)
     return 0
 
 
-def _misplaced(options: Mapping[str, tuple[str, ...]]) -> str:
-    """Return a sentence about a missing model: an option takes all words after it, and the model may be among them."""
-    for name, words in options.items():
-        if words and os.path.isdir(words[-1]) and name not in ("data", "against"):
-            others = shlex.join(words[:-1])
-            return (
-                f"--{name} takes every word after it, and so {words[-1]!r} too: name the model first, as in "
-                f"`dither eval {shlex.quote(words[-1])} --{name} {others}`."
-            )
-    return "Name the model first, before all options, as in `dither eval runs/latest --cast mxfp4`."
-
-
-@dataclass(frozen=True)
-class _Questions:
-    """The options for tasks."""
-
-    names: tuple[str, ...]
-    folder: Path | None
-    limit: int | None
-    shots: int | None
-    longest: int | None
-
-
 @contextmanager
-def _scorer(asked: _Questions, stage: Stage) -> Iterator[Score | None]:
+def _scorer(
+    names: tuple[str, ...], folder: Path | None, limit: int | None, shots: int | None, longest: int | None, stage: Stage
+) -> Iterator[Score | None]:
     """Yield the function that scores models on tasks, or None without tasks."""
-    if not asked.names:
+    if not names:
+        if any(given is not None for given in (folder, limit, shots)):
+            raise UserError("--task-data, --limit and --shots are for tasks: name them with --tasks.")
         yield None
         return
     if importlib.util.find_spec("lm_eval") is None:
@@ -131,8 +100,8 @@ def _scorer(asked: _Questions, stage: Stage) -> Iterator[Score | None]:
         with stage("Importing lm-eval and loading tasks"):
             from dither.integrations import lm_eval
 
-            tasks = lm_eval.Tasks.parse(asked.names, asked.folder, asked.limit, asked.shots)
-            score = lm_eval.scorer(tasks, Path(scratch), asked.longest, stage)
+            tasks = lm_eval.Tasks.parse(names, folder, limit, shots)
+            score = lm_eval.scorer(tasks, Path(scratch), longest, stage)
         yield score
 
 
@@ -185,7 +154,7 @@ def _change_cells(found: TaskScore, change: Estimate | None) -> tuple[str, str]:
 
 
 def _verdict(change: Estimate, higher_is_better: bool) -> str:
-    """Return better or worse if the change exceeds two standard errors, else tied."""
+    """Return better or worse if the change is outside of its 95 % confidence interval, else tied."""
     if change.error is None:
         return ""
     if not change.decided:

@@ -1,6 +1,5 @@
 """`dither export`: write a trained model for transformers, vLLM or llama.cpp."""
 
-import json as json_text
 import shlex
 import sys
 from contextlib import ExitStack
@@ -9,20 +8,19 @@ from typing import Annotated, Literal
 
 import tyro
 
-from dither.console import ProgressBars
+from dither.commands.arguments import Device, Json, ModelPath, Switch, Tokenizer
+from dither.console import ProgressBars, print_result
 from dither.errors import UserError
 from dither.spec import Plan
 
-Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
-
 
 def export(
-    model: Annotated[Path, tyro.conf.arg(metavar="RUN|CHECKPOINT|MODEL")],
+    model: ModelPath,
     /,
     out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="FOLDER", help_behavior_hint="")] = None,
     format: Annotated[str, tyro.conf.arg(metavar="FORMAT")] = "bf16",
     plan: Annotated[Path | None, tyro.conf.arg(metavar="PLAN.json")] = None,
-    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="FILE|FOLDER")] = None,
+    tokenizer: Tokenizer = None,
     data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SOURCE...")] = (),
     sequence: int | None = None,
     sequences: int = 64,
@@ -31,8 +29,8 @@ def export(
     check: Switch = False,
     max_shard_size: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "5GB",
     slack: float = 0.05,
-    device: str = "cpu",
-    json: Switch = False,
+    device: Device = "cpu",
+    json: Json = False,
 ) -> int:
     """Write a trained model for transformers, vLLM or llama.cpp.
 
@@ -40,12 +38,10 @@ def export(
     sizes do not fit the format stay in BF16; they are listed. Weights are cast from float32 masters where the run has them.
 
     Args:
-        model: A run, whose newest whole checkpoint is exported, a checkpoint, or a folder of a Hugging Face model.
         out: The folder to write, new or empty; with a GGUF format the file to write.
         format: bf16, fp16, fp8-block, fp8-dynamic, mxfp8, mxfp4, nvfp4, int8; auto, by learned bitwidths or by a plan; or
             gguf-f16, gguf-q8_0, gguf-mxfp4.
         plan: With auto: the plan whose casts of weights choose the formats; by default that of the run.
-        tokenizer: A tokenizer.json, or a folder that has one; by default that of the run or of the model.
         data: Text for the loss before and after the cast; by default the held-out text of the run.
         sequence: Tokens per sequence of that text; by default as in training, or 1024.
         sequences: Most sequences, evenly spaced over the text; 0 means all.
@@ -55,8 +51,6 @@ def export(
         check: Load the result with transformers and compare logits before it appears.
         max_shard_size: Most bytes per file of weights, such as 500MB.
         slack: With auto: bits by which a learned bitwidth may exceed the capacity of a format.
-        device: auto (cuda if available), cpu, cuda, or cuda:N.
-        json: Print the record as JSON.
     """
     from dither.evaluate.deployment import SLACK
     from dither.exporting import folder
@@ -102,7 +96,7 @@ def export(
                 adapters = export_adapters(
                     source.adapted, source.lora, out, base=source.base, tokenizer=files, check=check, provenance=facts
                 )
-            print(json_text.dumps({**vars(adapters), "path": str(out)}, indent=1) if json else adapters)
+            print_result({**vars(adapters), "path": out}, lambda: print(adapters), json=json)
             return 0
         chosen = None
         if format == AUTO:
@@ -120,5 +114,5 @@ def export(
             provenance={"command": command, **source.provenance},
             stage=bars.stage,
         )
-    print(json_text.dumps(record.to_dict(), indent=1, allow_nan=False) if json else record)
+    print_result(record, lambda: print(record), json=json)
     return 0

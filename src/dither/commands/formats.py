@@ -2,13 +2,13 @@
 
 import math
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from dither.console import ProgressBars, print_table
+from dither.commands.arguments import Json
+from dither.console import ProgressBars, print_result, print_table, print_text
 from dither.errors import UserError
 from dither.spec.formats import TABLE, Format
 
@@ -21,6 +21,12 @@ FIELDS = (
 )
 """Columns of the table of formats."""
 
+NUMBERS = (
+    *("name", "bits", "exponent_bits", "mantissa_bits", "bias", "max", "min_normal", "min_subnormal"),
+    *("unit_roundoff", "digits", "binades", "inf", "nan"),
+)
+"""Facts of a format in JSON."""
+
 
 def formats(
     name: Annotated[str | None, tyro.conf.arg(metavar="[NAME]", help_behavior_hint="(default: all formats)")] = None,
@@ -29,6 +35,7 @@ def formats(
         tuple[Path, ...] | None,
         tyro.conf.arg(metavar="[FILE]", help_behavior_hint="(without a file: formats.svg, or NAME.svg)"),
     ] = None,
+    json: Json = False,
 ) -> int:
     """Show the number formats as a table, or one format with its values.
 
@@ -36,20 +43,23 @@ def formats(
         name: A format to show with its values: a name from the table, or any eXmY, such as e4m10.
         plot: Draw number lines into this .svg or .png file instead, and print its path.
     """
+    shown = list(TABLE.values()) if name is None else [Format.parse(name)]
     if plot is not None:
         if len(plot) > 1:
             raise UserError(f"--plot writes one file, not {len(plot)}: draw one format as in `dither formats e4m3 --plot`.")
-        shown = list(TABLE.values()) if name is None else [Format.parse(name)]
         path = plot[0] if plot else Path("formats.svg" if name is None else f"{shown[0].name}.svg")
         with ProgressBars(sys.stderr).stage("Drawing number lines"):
             from dither.report.figures import write_number_lines  # takes seconds
 
             written = write_number_lines(shown, path)
         print(written)
-    elif name is None:
-        _print_formats(list(TABLE.values()))
+        return 0
+    found = [{field: getattr(each, field) for field in NUMBERS} for each in shown]
+    if name is None:
+        print_result(found, _print_formats, json=json)
     else:
-        _print_values(Format.parse(name))
+        values = shown[0].values() if shown[0].bits <= SHORT else None
+        print_result({**found[0], "values": values}, lambda: _print_values(shown[0]), json=json)
     return 0
 
 
@@ -85,13 +95,13 @@ def _row(format: Format) -> tuple[str, ...]:
     )
 
 
-def _print_formats(rows: Sequence[Format]) -> None:
-    print_table("Number formats", FIELDS, [_row(format) for format in rows], right=[1, 2, 3, 4, 5, 6, 7, 8, 9, 12])
-    print(
+def _print_formats() -> None:
+    print_table("Number formats", FIELDS, [_row(format) for format in TABLE.values()], right=[1, 2, 3, 4, 5, 6, 7, 8, 9, 12])
+    print_text(
         "Unit roundoff: half the distance from 1 to the next value. Digits: decimal. "
         "Range: log2(max / smallest positive value)."
     )
-    print("eXmY for other X from 2 to 8 and Y from 1 to 23 is a format too; e8m0 is for scales only.")
+    print_text("eXmY for other X from 2 to 8 and Y from 1 to 23 is a format too; e8m0 is for scales only.")
 
 
 def _print_values(format: Format) -> None:

@@ -3,111 +3,115 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from dither.commands.arguments import Device, ModelPath, Tokenizer
 from dither.console import ProgressBars
 from dither.errors import UserError
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from dither.exporting.sources import Source
     from dither.models.generation import Sampler
 
 
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """How the model is read, and how tokens are drawn."""
+
+    tokens: int = 200
+    """Most tokens to add, or per answer."""
+    temperature: float = 0.8
+    """0 takes the likeliest token each time."""
+    top_k: int = 50
+    """Draw among that many of the likeliest tokens; 0 means all."""
+    top_p: float = 1.0
+    """Draw among the likeliest tokens with this total probability."""
+    seed: int = 0
+    """Seed of the choices."""
+    plan: Annotated[str | None, tyro.conf.arg(metavar="RECIPE|PLAN.json")] = None
+    """Cast the operands of products as a recipe or a plan says."""
+    cast: Annotated[str | None, tyro.conf.arg(metavar="FORMAT")] = None
+    """Or cast the weights alone, such as e2m1:block(32), e4m3:row or mxfp4."""
+    tokenizer: Tokenizer = None
+    device: Device = "auto"
+
+    @contextmanager
+    def opened(self, model: Path) -> Iterator[tuple[Source, nn.Module, Sampler]]:
+        """Open a model, and yield it as it was read, as it is cast, and the sampler of its tokens."""
+        from dither.exporting.sources import opened
+        from dither.models.generation import Sampler
+
+        if self.tokens < 1 or self.top_k < 0:
+            raise UserError(f"--tokens is at least 1 and --top-k at least 0, not {self.tokens} and {self.top_k}.")
+        top_p = None if self.top_p == 1 else self.top_p
+        sampler = Sampler(self.tokens, self.temperature, self.top_k or None, top_p)
+        reading = ProgressBars(sys.stderr).stage(f"Reading {model}")
+        with ExitStack() as stack:
+            with reading:
+                source = stack.enter_context(
+                    opened(model, tokenizer=self.tokenizer, text=False, few_bits=True, device=self.device)
+                )
+                ready = source.cast(self.plan, self.cast)
+            yield source, ready, sampler
+
+
+GENERATION = Generation()
+
+
 def generate(
-    model: Annotated[Path, tyro.conf.arg(metavar="RUN|CHECKPOINT|MODEL")],
+    model: ModelPath,
     /,
     prompt: str = "",
-    tokens: int = 200,
-    temperature: float = 0.8,
-    top_k: int = 50,
-    top_p: float = 1.0,
     samples: int = 1,
-    seed: int = 0,
-    plan: Annotated[str | None, tyro.conf.arg(metavar="RECIPE|PLAN.json")] = None,
-    cast: Annotated[str | None, tyro.conf.arg(metavar="FORMAT")] = None,
-    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="FILE|FOLDER")] = None,
-    device: str = "auto",
+    generation: tyro.conf.OmitArgPrefixes[Generation] = GENERATION,
 ) -> int:
     """Continue a prompt with a trained model.
 
     The seed determines the text. It ends after --tokens, or where the model ends the document.
 
     Args:
-        model: A run, whose newest whole checkpoint is read, a checkpoint, or a folder of a Hugging Face model.
         prompt: The text to continue; an empty one starts a document.
-        tokens: Most tokens to add.
-        temperature: 0 takes the likeliest token each time.
-        top_k: Draw among that many of the likeliest tokens; 0 means all.
-        top_p: Draw among the likeliest tokens with this total probability.
         samples: Number of texts, with seeds from --seed on.
-        seed: Seed of the choices.
-        plan: Cast the operands of products as a recipe or a plan says.
-        cast: Or cast the weights alone, such as e2m1:block(32), e4m3:row or mxfp4.
-        tokenizer: A tokenizer.json, or a folder that has one; by default that of the run or of the model.
-        device: auto (cuda if available), cpu, cuda, or cuda:N.
+        generation: How the model is read, and how tokens are drawn.
     """
     import torch
 
-    from dither.exporting.sources import opened
     from dither.models.generation import text_of
 
-    sampler = _sampler(tokens, temperature, top_k, top_p)
     if samples < 1:
         raise UserError(f"--samples is at least 1, not {samples}.")
-    with ExitStack() as stack:
-        with ProgressBars(sys.stderr).stage(f"Reading {model}"):
-            source = stack.enter_context(opened(model, tokenizer=tokenizer, text=False, few_bits=True, device=device))
-            used, ready = source.text_tokenizer(), source.cast(plan, cast)
-        given = used.encode(prompt) or [used.end]
-        for number in range(samples):
-            drawn = sampler.extend(ready, given, used.end, torch.Generator().manual_seed(seed + number))
-            print(*([f"--- seed {seed + number}"] if samples > 1 else []), sep="", end="\n" if samples > 1 else "")
-            print(prompt + text_of(used, drawn))
+    with generation.opened(model) as (source, ready, sampler):
+        tokenizer = source.text_tokenizer()
+        given = tokenizer.encode(prompt) or [tokenizer.end]
+        for seed in range(generation.seed, generation.seed + samples):
+            drawn = sampler.extend(ready, given, tokenizer.end, torch.Generator().manual_seed(seed))
+            if samples > 1:
+                print(f"--- seed {seed}")
+            print(prompt + text_of(tokenizer, drawn))
     return 0
 
 
-def chat(
-    model: Annotated[Path, tyro.conf.arg(metavar="RUN|CHECKPOINT|MODEL")],
-    /,
-    tokens: int = 200,
-    temperature: float = 0.8,
-    top_k: int = 50,
-    top_p: float = 1.0,
-    seed: int = 0,
-    plan: Annotated[str | None, tyro.conf.arg(metavar="RECIPE|PLAN.json")] = None,
-    cast: Annotated[str | None, tyro.conf.arg(metavar="FORMAT")] = None,
-    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="FILE|FOLDER")] = None,
-    device: str = "auto",
-) -> int:
+def chat(model: ModelPath, /, generation: tyro.conf.OmitArgPrefixes[Generation] = GENERATION) -> int:
     """Talk to a trained model, line by line.
 
     Lines are read from standard input until it ends (ctrl-D). The model sees the whole conversation: by the chat template of a
     Hugging Face folder, if there is one, or else as one text.
 
     Args:
-        model: A run, whose newest whole checkpoint is read, a checkpoint, or a folder of a Hugging Face model.
-        tokens: Most tokens per answer.
-        temperature: 0 takes the likeliest token each time.
-        top_k: Draw among that many of the likeliest tokens; 0 means all.
-        top_p: Draw among the likeliest tokens with this total probability.
-        seed: Seed of the choices.
-        plan: Cast the operands of products as a recipe or a plan says.
-        cast: Or cast the weights alone, such as e2m1:block(32), e4m3:row or mxfp4.
-        tokenizer: A tokenizer.json, or a folder that has one; by default that of the run or of the model.
-        device: auto (cuda if available), cpu, cuda, or cuda:N.
+        generation: How the model is read, and how tokens are drawn.
     """
-    from dither.exporting.sources import opened
     from dither.models.generation import Chat
 
-    sampler = _sampler(tokens, temperature, top_k, top_p)
-    with ExitStack() as stack:
-        with ProgressBars(sys.stderr).stage(f"Reading {model}"):
-            source = stack.enter_context(opened(model, tokenizer=tokenizer, text=False, few_bits=True, device=device))
-            ready = source.cast(plan, cast)
-        talk = Chat(ready, sampler, seed, source.chat_tokenizer(), simple=source.template == "simple")
+    with generation.opened(model) as (source, ready, sampler):
+        talk = Chat(ready, sampler, generation.seed, source.chat_tokenizer(), simple=source.template == "simple")
         marker = "> " if sys.stdin.isatty() else ""
         while True:
             print(marker, end="", flush=True)
@@ -116,11 +120,3 @@ def chat(
                 return 0
             if line.strip():
                 print(talk.answer(line.rstrip("\n")), flush=True)
-
-
-def _sampler(tokens: int, temperature: float, top_k: int, top_p: float) -> Sampler:
-    from dither.models.generation import Sampler
-
-    if tokens < 1 or top_k < 0:
-        raise UserError(f"--tokens is at least 1 and --top-k at least 0, not {tokens} and {top_k}.")
-    return Sampler(tokens, temperature, top_k or None, None if top_p == 1 else top_p)

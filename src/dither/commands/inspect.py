@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json as json_text
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from dither.console import ProgressBars, print_table
+from dither.commands.arguments import Json, ModelPath
+from dither.console import ProgressBars, print_result, print_table
 
 if TYPE_CHECKING:
     from dither.tools.inspect import InspectedModel
@@ -19,12 +18,12 @@ CASTS = ("e4m3", "e2m1")
 
 
 def inspect(
-    model: Annotated[Path, tyro.conf.arg(metavar="RUN|CHECKPOINT|MODEL")],
+    model: ModelPath,
     /,
     cast: Annotated[
         tuple[str, ...], tyro.conf.arg(metavar="FORMAT...", help_behavior_hint=f"(default: {' '.join(CASTS)})")
     ] = (),
-    json: bool = False,
+    json: Json = False,
 ) -> int:
     """Show the weights of a saved model, layer by layer.
 
@@ -33,24 +32,19 @@ def inspect(
     with the spacing of the format of the weights.
 
     Args:
-        model: A run, whose newest whole checkpoint is read, a checkpoint, or a folder of a Hugging Face model.
         cast: Casts to try, such as e2m1:block(32), e4m3:row or mxfp4; a format alone means blocks of 32 x 32.
-        json: Print JSON.
     """
     from dither.evaluate.deployment import parse_cast
     from dither.tools import inspect as inspection
 
     casts = [parse_cast(each) for each in cast or CASTS]
     inspected = inspection.inspect(model, casts, ProgressBars(sys.stderr).stage)
-    if json:
-        print(json_text.dumps(inspected.to_dict(), indent=1, allow_nan=False))
-    else:
-        _print_model(inspected)
+    print_result(inspected, lambda: _print_model(inspected), json=json)
     return 0
 
 
 def _print_model(inspected: InspectedModel) -> None:
-    from dither.numerics.report import UPDATE_HEADER, percent
+    from dither.numerics.monitor import UPDATE_HEADER, percent, update_rows
 
     header = ("layer", "shape", "amax", "median", "binades", "clipped", "flushed", "subnormal", "SQNR, dB")
     for cast in inspected.layers[0].casts if inspected.layers else ():
@@ -70,16 +64,9 @@ def _print_model(inspected: InspectedModel) -> None:
         ]
         print_table(f"{inspected.model}: weights in {cast}", header, rows, right=range(2, 9))
         print()
-    updates = sorted(
-        ((layer.name, layer.update) for layer in inspected.layers if layer.update is not None),
-        key=lambda pair: pair[1].ratio or 0.0,
-    )
-    of_updates = [
-        (name, each.format, each.rounding, "-" if each.ratio is None else f"{each.ratio:.3g}", percent(each.stagnant))
-        for name, each in updates
-    ]
-    if of_updates:
-        print_table(f"Updates of step {inspected.step} against the spacing of weights", UPDATE_HEADER, of_updates, right=[3, 4])
+    updates = update_rows([(layer.name, layer.update) for layer in inspected.layers if layer.update is not None])
+    if updates:
+        print_table(f"Updates of step {inspected.step} against the spacing of weights", UPDATE_HEADER, updates, right=[3, 4])
     elif inspected.note:
         print(inspected.note)
 

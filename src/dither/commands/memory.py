@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from dither.console import print_table
+from dither.commands.arguments import Json
+from dither.console import print_result, print_table, print_text
 from dither.data.settings import TOKENS
 from dither.errors import UserError
-from dither.spec import LayerPrecision
 from dither.spec.recipes import MEASURED, recipe_name
 from dither.spec.recipes import recipe as recipe_named
 from dither.train import config as configs
 from dither.train.config import CONFIG
 
 if TYPE_CHECKING:
-    from dither.tools.memory import Setting, Shape
-    from dither.tools.recommend import Gpu
+    from dither.tools.gpus import Gpu
+    from dither.tools.memory import MemoryEstimate, Setting, Shape, StepPasses
+    from dither.tools.recommend import Recommendation
 
 SHOWN = (
     ("o1", None, None),
@@ -32,8 +33,6 @@ SHOWN = (
     ("bf16-sr", None, "companded8"),
 )
 """(mode, recipe, states) of the columns that are shown by default."""
-
-BATCH, SEQUENCE = 8, 2048
 
 
 def memory(
@@ -54,6 +53,7 @@ def memory(
     swiglu: Literal["exact", "fp8"] | None = None,
     gpu: str | None = None,
     risk: Literal["none", "low", "high"] = "low",
+    json: Json = False,
 ) -> int:
     """Show the memory that a training step needs, and recommend a precision.
 
@@ -79,32 +79,47 @@ def memory(
         gpu: The GPU to recommend for, such as H100-80GB; by default that of this machine.
         risk: Allowed precisions: none (the usual mixed precision), low (also FP8, stochastic rounding), high (also FP4).
     """
-    from dither.tools.gpus import gpus_here
-    from dither.tools.memory import GIB, Setting, model_shape
-    from dither.tools.recommend import gpu_named, recommend
+    from dither.tools.gpus import gpu_named, gpus_here
+    from dither.tools.memory import StepPasses, estimate, largest_batch, model_shape
+    from dither.tools.recommend import recommend
 
     run = _run_of(model)
-    shape = run.shape if run is not None else model_shape(model, params)
     if run is not None and params is not None:
         raise UserError("Name either a model (a preset, a Hugging Face folder or a run) or --params, not both.")
-    batch = batch if batch is not None else run.batch if run is not None else BATCH
-    sequence = sequence if sequence is not None else run.sequence if run is not None else SEQUENCE
+    shape, own = (
+        (run.shape, run.passes) if run is not None else (model_shape(model, params), StepPasses(batch=8, sequence=2048))
+    )
+    passes = StepPasses(
+        batch=own.batch if batch is None else batch,
+        sequence=own.sequence if sequence is None else sequence,
+        number=2 if accumulate else own.number,
+        checkpointing="full" if checkpointing else "none",
+    )
     columns = _columns(mode, recipe, states, None if run is None else run.setting)
-    more = {"checkpointing": checkpointing, "compiled": compiled, "accumulate": accumulate, "released": released}
-    changed = {key: value for key, value in more.items() if value != getattr(Setting, key)}
-    columns = {name: replace(setting, **changed) for name, setting in columns.items()}  # type: ignore[arg-type]
     options = {name: value for name, value in (("save", save), ("hold", hold), ("swiglu", swiglu)) if value is not None}
-    columns = {name: replace(each, memory=replace(each.memory, **options)) for name, each in columns.items()}  # type: ignore[arg-type]
+    settings = {
+        name: replace(
+            each,
+            compiled=each.compiled and compiled,
+            released=each.released or released,
+            memory=replace(each.memory, **options),  # type: ignore[arg-type]
+        )
+        for name, each in columns.items()
+    }
+    estimates = {name: estimate(shape, each, passes) for name, each in settings.items()}
     place = gpu_named(gpu) if gpu is not None else next(iter(gpus_here()), None)
-    _print(shape, columns, batch, sequence, place)
-    if place is not None:
-        best = recommend(shape, place, sequence=sequence, risk=risk)
-        print(f"\nOn {place.name} ({place.usable / GIB:.0f} GiB usable): {best.summary if best.batch else 'does not fit'}")
-        if best.batch:
-            peak = best.estimate.peak / GIB
-            print(f"  up to {best.batch} sequences per pass, {peak:.1f} GiB: dither train --set {shlex.join(best.settings)}")
-        for reason in best.reasons:
-            print(f"  {reason}")
+    batches = {} if place is None else {n: largest_batch(shape, s, passes, memory=place.usable) for n, s in settings.items()}
+    best = None if place is None else recommend(shape, place, sequence=passes.sequence, risk=risk)
+
+    def in_words() -> None:
+        title = f"{shape.parameters:,} parameters, {passes.batch} x {passes.sequence} tokens per pass: GiB"
+        _print(title, estimates, batches, place)
+        if place is not None and best is not None:
+            _print_recommendation(place, best)
+
+    found = {"parameters": shape.parameters, "passes": passes, "estimates": estimates}
+    there = {"gpu": place, "largest_batch": batches, "recommended": best}
+    print_result({**found, **there}, in_words, json=json)
     return 0
 
 
@@ -114,13 +129,12 @@ class _RunShape:
 
     shape: Shape
     setting: Setting
-    batch: int
-    sequence: int
+    passes: StepPasses
 
 
 def _run_of(model: str | None) -> _RunShape | None:
     """Return the sizes and the precision of the run in a folder, or None if it is not one."""
-    from dither.tools.memory import Setting, model_shape, shape_of
+    from dither.tools.memory import Setting, StepPasses, model_shape, shape_of
 
     if model is None or not (Path(model) / CONFIG).is_file():
         return None
@@ -131,22 +145,22 @@ def _run_of(model: str | None) -> _RunShape | None:
     else:
         vocab = config.model.vocab or _words(config, folder)
         shape = shape_of(config.model.sizes(vocab) if config.model.ours else config.model.mixtral(vocab))
-    precision, data = config.precision, config.data
+    precision, data = config.precision.resolved(bf16=True), config.data
     # The plan of fp8-auto casts some layers: the estimate is for all of them.
     default = precision.plan_of(precision.entries[0][1], {name: recipe_named("fp8-current") for name in MEASURED}).default
     sampling = precision.sampling
     setting = Setting(
         mode=precision.mode,
-        precision=_casts(default),
+        precision=default,
         states=precision.states,
         optimizer=config.optim.optimizer,
         sampling="none" if sampling is None else "recomputed" if sampling.recompute else "kept",
         compiled=config.run.compile is not False,
-        accumulate=data.micro_batch not in (None, data.batch),
         released=config.optim.release_gradients,
         memory=precision.memory,
     )
-    return _RunShape(shape, setting, data.micro_batch or data.batch, data.sequence)
+    number = 1 if data.micro_batch in (None, data.batch) else 2
+    return _RunShape(shape, setting, StepPasses(batch=data.micro_batch or data.batch, sequence=data.sequence, number=number))
 
 
 def _words(config: configs.Config, folder: Path) -> int:
@@ -160,14 +174,9 @@ def _words(config: configs.Config, folder: Path) -> int:
     return load_tokenizer(config.data.tokenizer).vocab_size
 
 
-def _casts(precision: LayerPrecision | None) -> LayerPrecision | None:
-    """Return a precision, or None if it has no casts."""
-    return None if precision is None or precision.uncast else precision
-
-
 def _columns(modes: Sequence[str], recipes: Sequence[str], states: Sequence[str], own: Setting | None) -> dict[str, Setting]:
     """Return the settings to show, by the titles of their columns."""
-    from dither.tools.memory import STORAGE, Setting
+    from dither.tools.memory import Setting
 
     if not (modes or recipes or states):
         asked = [] if own is not None else list(SHOWN)
@@ -181,25 +190,31 @@ def _columns(modes: Sequence[str], recipes: Sequence[str], states: Sequence[str]
         ]
     found = {} if own is None else {"this run": own}
     for mode, name, kept in asked:
-        if mode not in STORAGE:
-            raise UserError(f"There is no mode {mode!r}: choose from {', '.join(STORAGE)}.")
-        precision = None if name is None else _casts(recipe_named(name).default)
+        precision = None if name is None else recipe_named(name).default
         title = " + ".join(part for part in (mode, name, kept) if part)
         found[title] = replace(own or Setting(), mode=mode, precision=precision, states=kept)
     return found
 
 
-def _print(shape: Shape, columns: dict[str, Setting], batch: int, sequence: int, gpu: Gpu | None) -> None:
+def _print(title: str, estimates: Mapping[str, MemoryEstimate], batches: Mapping[str, int], gpu: Gpu | None) -> None:
     """Print a table of parts in GiB, with one column per setting."""
-    from dither.tools.memory import GIB, PARTS, estimate, largest_batch
+    from dither.tools.memory import GIB, PARTS
 
-    made = [estimate(shape, setting, batch=batch, sequence=sequence) for setting in columns.values()]
-    gib = [[f"{found.parts[part] / GIB:.2f}" for found in made] for part in PARTS]
+    gib = [[f"{found.parts[part] / GIB:.2f}" for found in estimates.values()] for part in PARTS]
     rows = [(part.replace("_", " "), *cells) for part, cells in zip(PARTS, gib, strict=True) if set(cells) != {"0.00"}]
-    rows.append(("peak", *(f"{found.peak / GIB:.2f}" for found in made)))
-    rows.append(("at", *(found.moment for found in made)))
+    rows.append(("peak", *(f"{found.peak / GIB:.2f}" for found in estimates.values())))
+    rows.append(("at", *(found.moment for found in estimates.values())))
     if gpu is not None:
-        fits = (largest_batch(shape, each, sequence=sequence, memory=gpu.usable) for each in columns.values())
-        rows.append((f"largest batch, {gpu.name}", *map(str, fits)))
-    title = f"{shape.parameters:,} parameters, {batch} x {sequence} tokens per pass: GiB"
-    print_table(title, ("part", *columns), rows, right=range(1, len(columns) + 1))
+        rows.append((f"largest batch, {gpu.name}", *map(str, batches.values())))
+    print_table(title, ("part", *estimates), rows, right=range(1, len(estimates) + 1))
+
+
+def _print_recommendation(gpu: Gpu, best: Recommendation) -> None:
+    from dither.tools.memory import GIB
+
+    print(f"\nOn {gpu.name} ({gpu.usable / GIB:.0f} GiB usable): {best if best.batch else 'does not fit'}")
+    if best.batch:
+        peak = best.estimate.peak / GIB
+        print(f"  up to {best.batch} sequences per pass, {peak:.1f} GiB: dither train --set {shlex.join(best.settings)}")
+    for reason in best.reasons:
+        print_text(f"  {reason}")

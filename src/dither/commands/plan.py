@@ -1,39 +1,23 @@
 """`dither plan`: choose a plan for a run, and show and compare plans."""
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
-from dither.console import ProgressBars, print_table
+from dither.commands.arguments import Device, Json, PlanFile, RunPath
+from dither.console import ProgressBars, print_result, print_table
 from dither.errors import UserError
 from dither.models.sizes import PRESETS, preset
 from dither.snip.settings import Estimator, Goal
 from dither.spec import Plan, did_you_mean
+from dither.tools.estimates import RunOptions, estimate_run
 
-RunPath = Annotated[str, tyro.conf.arg(metavar="RUN_OR_CHECKPOINT")]
 Output = Annotated[str | None, tyro.conf.arg(aliases=["-o"], metavar="FILE")]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Estimates:
-    """The batches and the device of the estimates."""
-
-    batches: int = 1
-    """Number of micro-batches for the estimates."""
-    seed: int = 0
-    """Seed of the noise and of stochastic casts."""
-    device: str | None = None
-    """Device, in place of that of the run."""
-    emulate: bool = False
-    """Multiply dequantized numbers in float32 on a GPU too, in place of the setting of the run."""
-    fallback: Literal["error", "bf16", "emulate"] | None = None
-    """For a layer whose casts no matrix units support: error, bf16 or emulate, in place of the setting of the run."""
-
-
-GOAL, ESTIMATOR, ESTIMATES = Goal(target=0.75), Estimator(), Estimates()
+GOAL, ESTIMATOR, ESTIMATES = Goal(target=0.75), Estimator(), RunOptions()
 
 
 def plan(
@@ -41,10 +25,11 @@ def plan(
     /,
     goal: tyro.conf.OmitArgPrefixes[Goal] = GOAL,
     estimator: tyro.conf.OmitArgPrefixes[Estimator] = ESTIMATOR,
-    estimates: tyro.conf.OmitArgPrefixes[Estimates] = ESTIMATES,
+    estimates: tyro.conf.OmitArgPrefixes[RunOptions] = ESTIMATES,
     times: str = "times.json",
     scores: str | None = None,
     output: Output = None,
+    json: Json = False,
 ) -> int:
     """Choose the precision of each layer of a run, and show the plan.
 
@@ -53,7 +38,6 @@ def plan(
     `dither train --set snip.target=0.75` chooses plans during training.
 
     Args:
-        run: The folder of a run, or one of its checkpoints.
         goal: What the plan must reach.
         estimator: How the harm of an option is estimated.
         estimates: The batches and the device of the estimates.
@@ -63,47 +47,40 @@ def plan(
     """
     from dither.snip.planning import build_plan, choose, picture
     from dither.snip.savings import measure_times
-    from dither.tools.estimates import estimate_run
 
     bars, measured = ProgressBars(sys.stderr), None
-    found, options, base, device = estimate_run(run, estimator, bars, **vars(estimates))
+    found, choices, base, device = estimate_run(run, estimator, estimates, bars)
     said = {"probe": found.probe, "power": estimator.power, **estimator.weights, **goal.provenance}
     if goal.cost == "time":
         shapes = [(layer.M, layer.N, layer.K) for layer in found.statistics.layers]
         with bars.stage("Measuring the time of each option") as tick:
-            measured = measure_times(shapes, options, path=times, device=device, tick=tick)
+            measured = measure_times(shapes, choices, path=times, device=device, tick=tick)
         said["cost"] = f"time on {measured.device}"
     harm = found.harm(estimator.loss_weight, estimator.update_weight, estimator.power)
-    solution = choose(harm, found.statistics.layers, options, goal, measured)
-    chosen = build_plan(found.layers, options, solution, base, step=found.step, **said)
+    solution = choose(harm, found.statistics.layers, choices, goal, measured)
+    chosen = build_plan(found.layers, choices, solution, base, step=found.step, **said)
     _write(output, chosen.to_json())
     _write(scores, found.to_json() + "\n")
-    print(picture(chosen))
+    print_result(chosen, lambda: print(picture(chosen)), json=json)
     return 0
 
 
-def show(path: Annotated[str, tyro.conf.arg(metavar="PLAN")], /) -> int:
+def show(path: PlanFile, /, json: Json = False) -> int:
     """Show a plan as a table of blocks and layers.
 
     Each layer shows the bits of its input, weight and output gradient.
-
-    Args:
-        path: The file of a plan.
     """
     from dither.snip.planning import picture
 
-    print(picture(Plan.load(path)))
+    plan = Plan.load(path)
+    print_result(plan, lambda: print(picture(plan)), json=json)
     return 0
 
 
-def diff(first: Annotated[str, tyro.conf.arg(metavar="PLAN")], second: Annotated[str, tyro.conf.arg(metavar="PLAN")], /) -> int:
+def diff(first: PlanFile, second: PlanFile, /, json: Json = False) -> int:
     """Show the differences between two plans.
 
     The exit code is 0 if there are none, and 1 if there are.
-
-    Args:
-        first: The file of a plan.
-        second: The file of another plan.
     """
     from dither.snip.planning import bits_of
 
@@ -115,10 +92,14 @@ def diff(first: Annotated[str, tyro.conf.arg(metavar="PLAN")], second: Annotated
         short = [bits_of(rule) for rule in rules if rule is not None]
         if place != "layers":  # the order of rules alone is not a difference
             rows.append((name, *(short if len(set(short)) == 2 else texts)))
-    if rows:
-        print_table(f"{len(rows)} differences", ("where", first, second), rows)
-    else:
-        print("The plans are the same.")
+
+    def in_words() -> None:
+        if rows:
+            print_table(f"{len(rows)} differences", ("where", first, second), rows)
+        else:
+            print("The plans are the same.")
+
+    print_result([{"where": where, "first": a, "second": b} for where, a, b in rows], in_words, json=json)
     return 1 if rows else 0
 
 
@@ -126,16 +107,16 @@ def frontier(
     run: RunPath,
     /,
     estimator: tyro.conf.OmitArgPrefixes[Estimator] = ESTIMATOR,
-    estimates: tyro.conf.OmitArgPrefixes[Estimates] = ESTIMATES,
+    estimates: tyro.conf.OmitArgPrefixes[RunOptions] = ESTIMATES,
     targets: int = 11,
     stages: tuple[int, ...] = (),
+    json: Json = False,
 ) -> int:
     """Show the cost of every target, from one estimate.
 
     The targets range from no savings to all possible savings.
 
     Args:
-        run: The folder of a run, or one of its checkpoints.
         estimator: How the harm of an option is estimated.
         estimates: The batches and the device of the estimates.
         targets: The number of equally spaced targets.
@@ -144,17 +125,19 @@ def frontier(
     from dither.snip import solver
     from dither.snip.planning import stage_sizes
     from dither.snip.savings import efficiency
-    from dither.tools.estimates import estimate_run
 
-    found, options, _, _ = estimate_run(run, estimator, ProgressBars(sys.stderr), **vars(estimates))
+    found, choices, _, _ = estimate_run(run, estimator, estimates, ProgressBars(sys.stderr))
     layers = found.statistics.layers
     harm = found.harm(estimator.loss_weight, estimator.update_weight, estimator.power)
     split = stage_sizes(found.layers, stages) if stages else None
-    lines = [
-        (f"{each.target:.3f}", f"{each.efficiency:.3f}", f"{each.harm:.4g}", f"{each.gap:g}")
-        for each in solver.frontier(harm, efficiency(layers, options), targets=targets, stages=split)
-    ]
-    print_table(f"Step {found.step}, {len(layers)} layers", ("target", "saved", "harm", "gap"), lines, right=[0, 1, 2, 3])
+    solved = solver.frontier(harm, efficiency(layers, choices), targets=targets, stages=split)
+    rows = [(f"{each.target:.3f}", f"{each.efficiency:.3f}", f"{each.harm:.4g}", f"{each.gap:g}") for each in solved]
+    header = ("target", "saved", "harm", "gap")
+    print_result(
+        [{"target": each.target, "saved": each.efficiency, "harm": each.harm, "gap": each.gap} for each in solved],
+        lambda: print_table(f"Step {found.step}, {len(layers)} layers", header, rows, right=[0, 1, 2, 3]),
+        json=json,
+    )
     return 0
 
 
@@ -164,8 +147,9 @@ def auto(
     tokens: int = 8192,
     recipes: str = "fp8-block,fp8-current",
     times: str | None = None,
-    device: str = "auto",
+    device: Device = "auto",
     output: Output = None,
+    json: Json = False,
 ) -> int:
     """Choose FP8 or BF16 for each layer of a model by measured time.
 
@@ -177,7 +161,6 @@ def auto(
         tokens: The tokens per forward pass on one GPU.
         recipes: The recipes to compare with BF16, in the order of preference.
         times: A file of measured times; what is missing is measured and added. Without a GPU all times come from it.
-        device: The device: auto (cuda if available), cpu, cuda, or cuda:N.
         output: A file for the plan.
     """
     from dither.models import hf
@@ -195,8 +178,8 @@ def auto(
     said: list[str] = []
     with joined(device) as ranks, ProgressBars(sys.stderr).stage("Measuring the time of each shape of a layer") as tick:
         chosen = auto_plan(built, tokens=tokens, recipes=names, times=times, device=ranks.device, say=said.append, tick=tick)
-    print("\n".join(said))
     _write(output, chosen.to_json())
+    print_result(chosen, lambda: print("\n".join(said)), json=json)
     return 0
 
 

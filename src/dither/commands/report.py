@@ -28,7 +28,7 @@ def report(
         runs: The folders of the runs, or the folder of a comparison; the other runs are compared with the first.
         out: The file to write; by default report.html in the folder of the run, or in the common parent of several.
         json: Print what the page shows as JSON instead of writing it.
-        png: Write the charts and maps as PNG files into this folder instead, for papers.
+        png: Write every chart and map as a PNG file into this folder, for papers; the page only if --out names it.
         svg: The same as SVG files.
     """
     from dither.report.page import Report, page_path, write_page  # jinja2 takes a moment
@@ -55,8 +55,9 @@ def report(
         with bars.stage("Drawing figures"):
             figures = [*(write_figures(made, png, "png") if png else []), *(write_figures(made, svg, "svg") if svg else [])]
         if not json:
-            for figure in figures:
-                print(figure)
+            print(*figures, sep="\n")
+        if path is None and not json:
+            print(f"{len(figures)} figures and no page were written: --out PAGE.html writes one as well.", file=sys.stderr)
     if path is not None:
         with bars.stage("Writing the page"):
             written = write_page(made, path)

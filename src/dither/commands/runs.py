@@ -1,6 +1,7 @@
 """`dither runs`: a table of all runs under a folder."""
 
 import sys
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -33,19 +34,18 @@ def runs(
             precision=fp8; a text without a field may be in any of them. Several conditions are all met.
         json: Print JSON instead of a table.
     """
-    from dither.report.run_table import run_table, to_json
+    from dither.report.run_table import HEADER, run_table
 
     rows, problems = run_table(folder, sort, reverse, filter, ProgressBars(sys.stderr).stage)
     for problem in problems:
         print(problem, file=sys.stderr)
     if json:
-        print(to_json(rows))
+        print(dumps([row.to_dict() for row in rows], allow_nan=False, indent=1))
         return 0
     if not rows:
         print(f"There are no {'such ' if filter else ''}runs under {str(folder)!r}.")
         return 0
-    header = ("run", "status", "model", "precision", "steps", "held-out loss", "median tokens/s", "memory", "when", "report")
     links = {(at, 9): row.report.resolve().as_uri() for at, row in enumerate(rows) if row.report is not None}
     title = f"{len(rows):,} run{'s' if len(rows) > 1 else ''} under {str(folder)!r}"
-    print_table(title, header, [row.cells() for row in rows], right=[4, 5, 6, 7], links=links)
+    print_table(title, HEADER, [row.cells() for row in rows], right=[4, 5, 6, 7], links=links)
     return 0

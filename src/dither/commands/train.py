@@ -18,7 +18,7 @@ from dither.console import print_table
 from dither.data.settings import TOKENS
 from dither.errors import DitherError, UserError
 from dither.models.sizes import CHANGES, Model
-from dither.settings import override, toml
+from dither.settings import override, toml, value_at
 from dither.train import config as configs
 from dither.train.config import CONFIG, Config
 
@@ -44,6 +44,7 @@ def train(
     start_from: Annotated[str | None, tyro.conf.arg(name="from", metavar="RUN|CHECKPOINT|MODEL", help_behavior_hint="")] = None,
     out: Annotated[str | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None,
     nproc: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
+    fast: Switch = False,
     fields: Switch = False,
 ) -> int:
     """Train a language model, or resume a run.
@@ -64,6 +65,8 @@ def train(
             DCP or torchtitan one) or a Hugging Face folder.
         out: The folder of the run: sets run.out.
         nproc: Start N ranks on this machine, which share the run as [parallel] says; only rank 0 prints.
+        fast: Choose what was measured to be fastest for this model on this GPU and fits: FP8 products, BF16 weights and states
+            with stochastic rounding, an FP8 output layer, and options that save memory. Fields that you set stay as they are.
         fields: Print every field with its type, default and meaning, and do not train.
     """
     from dither.commands.launch import launch
@@ -83,6 +86,12 @@ def train(
         raise UserError(f"The run is in {folder!r} or in --out {out!r}: name one folder.")
     settings = (*given, *sum(set, ()))
     config = resolve(file, data=sources, settings=settings, resume=how, start_from=start_from, out=out or folder)
+    if fast:
+        if resume or (resume_auto and os.path.isfile(Path(config.run.out) / CONFIG)):
+            raise UserError("A run that resumes keeps its precision: leave --fast out.")
+        chosen = _fastest(config)
+        settings = (*settings, *(f"{path}={toml(value)}" for path, value in chosen.items()))
+        config = override(config, values=chosen)
     if nproc is not None:
         config.parallel.sizes(nproc)
         return launch(nproc, _words(file, sources, settings, how, start_from, out or folder))
@@ -95,6 +104,35 @@ def train(
                 print(f"dither: error: {end}", file=sys.stderr, flush=True)
 
         return run(config, resume=how, command=sys.argv, progress=progress, tell=tell, draw=line_images).code
+
+
+def _fastest(config: Config) -> dict[str, Any]:
+    """Return the fastest settings for the model and the GPU, without those that the config sets itself, and print them."""
+    from dither.tools.gpus import cpu_here, gpus_here
+    from dither.tools.memory import GIB, StepPasses, model_shape, shape_of
+    from dither.tools.recommend import fastest
+
+    model, data = config.model, config.data
+    if model.hf is not None:
+        shape = model_shape(model.hf)
+    else:
+        shape = shape_of(model.sizes(model.vocab) if model.ours else model.mixtral(model.vocab))
+    gpu = next(iter(gpus_here() if config.run.device != "cpu" else ()), cpu_here())
+    batch = data.micro_batch or data.batch
+    found = fastest(shape, gpu, StepPasses(batch=batch, sequence=data.sequence, number=data.batch // batch))
+    own, casts = Config(), (config.precision.plan, *config.precision.schedule)
+    taken = {
+        path: value
+        for path, value in found.settings.items()
+        if value_at(config, path) == value_at(own, path)
+        and not (path in ("precision.recipe", "precision.output") and any(casts))
+        and not (path == "precision.output" and config.snip.target is not None)
+    }
+    print(f"Fast on {gpu.name}: {' '.join(f'{path}={value}' for path, value in taken.items()) or 'nothing to change'}")
+    print(f"expected memory  {found.estimate.peak / GIB:.1f} of {gpu.usable / GIB:.1f} GiB{'' if found.fits else ': too much'}")
+    for reason in found.reasons:
+        print(f"why              {reason}")
+    return taken
 
 
 def _words(

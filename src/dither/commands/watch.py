@@ -23,11 +23,11 @@ def watch(
 ) -> int:
     """Follow a run while it trains, in a browser or in the terminal.
 
-    The page is that of `dither report`. It is served on 127.0.0.1 only, renews itself while the run trains, and keeps the
-    positions of sliders and choices. Ctrl-C ends the watch, and the run goes on.
+    The page is that of `dither report`; that of a folder with several runs lists them. It is served on 127.0.0.1 only, renews
+    itself while the run trains, and keeps the positions of sliders and choices. Ctrl-C ends the watch, and the run goes on.
 
     Args:
-        run: The folder of the run.
+        run: The folder of the run, or a folder with runs.
         port: The port of the page; 0 takes a free one. Its address is printed.
         terminal: Show progress, loss and events in the terminal instead, until the run ends; plain lines when piped.
         until_end: End the page when the run ends; by default it stays until Ctrl-C.
@@ -44,15 +44,17 @@ def watch(
 def _serve(run: Path, port: int, until_end: bool) -> int:
     from dither.report.watch import LiveServer, TerminalView
 
-    view = TerminalView(run)
     with LiveServer(run, port) as server:
+        view = TerminalView(run) if server.alone else None
+        if until_end and view is None:
+            raise UserError(f"{str(run)!r} has several runs: --until-end needs the folder of one.")
         thread = threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True)
         thread.start()
         try:
             print(f"{run} is shown at {server.address} until Ctrl-C{' or its end' if until_end else ''}.", flush=True)
             said = ""
             while True:
-                ended = view.ended()
+                ended = "" if view is None else view.ended()
                 if ended != said:
                     said = ended
                     if ended:

@@ -9,7 +9,7 @@ import numpy as np
 
 from dither.console import Tick
 from dither.data.chat import load_template
-from dither.data.preparation import prepare, reporting
+from dither.data.preparation import prepare
 from dither.data.settings import TOKENS, Data
 from dither.data.text import STDLIB
 from dither.data.tokenizer import Tokenizer, load_tokenizer
@@ -47,8 +47,7 @@ def open_corpus(
         if not is_prepared(own):
             tokenizer = load_tokenizer(data.tokenizer)
             written = load_template(tokenizer, data.tokenizer) if data.kind == "chat" else tokenizer
-            progress = None if tick is None else reporting(tick)
-            prepare(sources, own, written, held_out=data.held_out, progress=progress, say=say, stop=stop)
+            prepare(sources, own, written, held_out=data.held_out, tick=tick, say=say, stop=stop)
 
     prepared = len(sources) == 1 and is_prepared(sources[0])
     if not prepared:

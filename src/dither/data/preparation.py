@@ -7,7 +7,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -35,26 +35,6 @@ SHOWN = 40
 
 class NothingHeldOutError(UserError):
     """All documents would be trained on, or all held out."""
-
-
-@dataclass(frozen=True)
-class PreparedSoFar(Counts):
-    """Counts of a preparation that has not ended, and how far it has read."""
-
-    read: int = 0
-    """Bytes of source files that were read, as they are on the disk."""
-    size: int | None = None
-    """Bytes of all source files; None if that is not known."""
-
-
-def reporting(tick: Tick) -> Callable[[Counts], None]:
-    """Return the `progress` of a preparation that reports bytes of text to a progress bar."""
-
-    def report(counts: Counts) -> None:
-        if isinstance(counts, PreparedSoFar):
-            tick(counts.read, counts.size)
-
-    return report
 
 
 # Splits ---------------------------------------------------------------------------------------------------------------
@@ -93,14 +73,8 @@ def split_documents(
 ) -> Iterator[tuple[bool, str]]:
     """Return an iterator of (held out, text). If there is only one document, its last part is held out.
 
-    Args:
-        sources: The sources of the documents.
-        held_out: The fraction of documents that are held out, or the sources of held-out documents.
-        field: The name of the text in JSON lines and Parquet.
-        separator: The line between two documents of a text file.
-        skip: Called with the place of everything that is left out, and why.
-        say: Called with a sentence if a single document is split.
-        reading: Counts the bytes that are read.
+    `held_out` is the fraction of documents that are held out, or their sources. `say` is called with a sentence if a single
+    document is split. The other arguments are those of `documents`.
     """
     train = documents(sources, field=field, separator=separator, skip=skip, reading=reading)
     if not isinstance(held_out, int | float):
@@ -137,12 +111,8 @@ def split_text(text: str, fraction: float) -> tuple[str, str]:
     for mark in ("\n\n", "\n", ""):
         end = text.rfind(mark, 0, at) + len(mark) if mark else at
         # An empty line far away would hold out much more text than was asked for.
-        if (
-            end >= len(mark)
-            and text[:end].strip()
-            and text[end:].strip()
-            and (not mark or len(text) - end <= 2 * (len(text) - at))
-        ):
+        near = not mark or (end >= len(mark) and len(text) - end <= 2 * (len(text) - at))
+        if near and text[:end].strip() and text[end:].strip():
             return text[:end], text[end:]
     return text, ""
 
@@ -152,11 +122,8 @@ def split_conversations(
 ) -> Iterator[tuple[bool, Conversation]]:
     """Return an iterator of (held out, conversation). A hash of the conversation decides, as for documents.
 
-    Args:
-        sources: Files of JSON lines, globs or folders.
-        held_out: The fraction of conversations that are held out, or the sources of held-out ones.
-        skip: Called with the place of everything that is left out, and why.
-        reading: Counts the bytes that are read.
+    `held_out` is the fraction of conversations that are held out, or their sources. The other arguments are those of
+    `json_rows`.
     """
     train = json_rows(sources, skip, reading)
     if isinstance(held_out, int | float):
@@ -253,7 +220,7 @@ def prepare(
     field: str = "text",
     separator: str | None = SEPARATOR,
     shard: int = SHARD,
-    progress: Callable[[Counts], None] | None = None,
+    tick: Tick | None = None,
     say: Callable[[str], None] | None = None,
     stop: threading.Event | None = None,
 ) -> Corpus:
@@ -271,7 +238,7 @@ def prepare(
         field: The name of the text in JSON lines and Parquet.
         separator: The line between two documents of a text file; "" splits at empty lines, None not at all.
         shard: Tokens per shard.
-        progress: Called from time to time with the counts so far, as `PreparedSoFar`.
+        tick: Called with the bytes of source files read so far, and of all files; None if that is not known.
         say: Called with a sentence if a single document is split.
         stop: Stop, leave nothing behind and raise an InterruptedError when this is set.
 
@@ -313,9 +280,8 @@ def prepare(
                     writer.write([text for text in chosen if isinstance(text, str)])
                 else:
                     writer.write_chats([each for each in chosen if isinstance(each, Conversation)], chat)
-            if progress is not None:
-                counts = writers[0].counts + writers[1].counts
-                progress(PreparedSoFar(**asdict(counts), read=reading.done, size=reading.size))
+            if tick is not None:
+                tick(reading.done, reading.size)
         _check_split(names, held_out, writers[0].counts.documents, writers[1].counts.documents, skipped)
         if tokenizer.json is not None:
             (folder / TOKENIZER).write_text(tokenizer.json, encoding="utf-8", newline="")

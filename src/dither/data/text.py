@@ -298,12 +298,7 @@ def json_rows(
     """Return an iterator of (value, place in words) over the lines of files of JSON lines, in the order of the sources.
 
     A missing source raises a UserError at once. Other files of folders and globs are left out; a file that is named must be
-    JSON lines.
-
-    Args:
-        sources: Files, globs or folders.
-        skip: Called with the place of everything that is left out, and why.
-        reading: Counts the bytes that are read.
+    JSON lines. `skip` and `reading` are those of `documents`.
 
     >>> import tempfile, pathlib
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "a.jsonl"

@@ -5,9 +5,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-BOUND = 2.0
-"""Standard errors that a difference must exceed to count as more than chance."""
-
 
 @dataclass(frozen=True)
 class Estimate:
@@ -32,8 +29,8 @@ class Estimate:
 
     @property
     def decided(self) -> bool:
-        """Return whether the mean differs from 0 by more than `BOUND` standard errors; never for a single seed."""
-        return self.error is not None and abs(self.mean) > BOUND * self.error
+        """Return whether 0 is outside of the 95 % confidence interval; never for a single seed."""
+        return self.interval is not None and abs(self.mean) > self.interval
 
     def text(self, digits: int = 4, sign: bool = False) -> str:
         """Return the mean with its standard error, if it has one.

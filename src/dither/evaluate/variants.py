@@ -24,7 +24,7 @@ from dither.models import CausalLM
 from dither.models.lora import merged_model
 from dither.models.open import find_model, open_model
 from dither.nn.convert import convert
-from dither.numerics.report import finite
+from dither.numerics.monitor import finite
 from dither.settings import from_table
 from dither.spec import LayerPrecision, Plan
 from dither.spec.recipes import recipe

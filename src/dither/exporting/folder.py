@@ -103,6 +103,8 @@ def export(
     if format not in DENSE and not any(choice.format for choice in choices):
         raise UserError(_nothing(stored, format, choices))
     job = _Folder(stored, choices, format)
+    if check and (unread := job.unread_experts()):
+        raise UserError(f"--check loads the folder with transformers, which does not read experts in {unread}: leave it out.")
     with new_folder(path, "The model") as place:
         with stage("Writing weights") as tick:
             writer, layers = WeightsWriter(place, most), list[ExportedLayer]()
@@ -274,6 +276,12 @@ class _Folder:
     def deepseek(self) -> bool:
         """Return whether the folder has the format of DeepSeek's checkpoints, and not that of compressed-tensors."""
         return {choice.format for choice in self.choices if choice.format} == {"fp8-block"}
+
+    def unread_experts(self) -> str:
+        """Return the format of the experts if transformers does not read it, or ""."""
+        format = next((choice.format for choice in self.choices if choice.is_expert), "")
+        unread = bool(format) and (bool(FORMATS[format].experts) or (format == "fp8-block" and not self.deepseek))
+        return format if unread else ""
 
     def encoded(self) -> Iterator[EncodedLayer]:
         """Yield the layers in few bits."""

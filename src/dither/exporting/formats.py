@@ -61,12 +61,7 @@ class WeightFormat:
         return quantize(weight, self.cast, amax=amax if self.cast.scaling.kind == "nvfp4" else None)
 
     def tensors(self, codes: Quantized, block_name: str = "weight_scale") -> dict[str, Tensor]:
-        """Return the tensors of a layer by the last part of their names.
-
-        Args:
-            codes: A weight [out, in], as `quantize` returns it.
-            block_name: Name of the scales.
-        """
+        """Return the tensors of a layer by the last part of their names; `block_name` is that of the scales."""
         assert codes.scale is not None
         packed = codes.cast.element.bits == 4
         scale = codes.scale.contiguous()

@@ -138,10 +138,8 @@ class LayerFormat:
 def choose(stored: StoredModel, wanted: Callable[[str], str], engine: Engine = "any") -> list[LayerFormat]:
     """Return the format of every linear layer.
 
-    Args:
-        stored: The model.
-        wanted: A function from the name of a layer to the format that it should have, "" for 16 bits.
-        engine: "any" for files that transformers reads, "vllm" for those that vLLM reads.
+    `wanted` is a function from the name of a layer to the format that it should have, "" for 16 bits. The engine is "any" for
+    files that transformers reads, "vllm" for those that vLLM reads.
     """
     model = stored.model
     sites = find_sites(model)
@@ -231,13 +229,7 @@ class EncodedLayer:
 
 
 def encode(stored: StoredModel, choices: Sequence[LayerFormat], scale_name: str = "weight_scale") -> Iterator[EncodedLayer]:
-    """Yield the layers that have a format in few bits, one at a time.
-
-    Args:
-        stored: The model.
-        choices: The formats of its layers.
-        scale_name: Name of the scales.
-    """
+    """Yield the layers that have a format in few bits, one at a time; `scale_name` is that of their scales in the file."""
     largest: dict[str, Tensor] = {}
     for choice in choices:
         if choice.format == "nvfp4" and not choice.site.parameter:

@@ -12,8 +12,6 @@ import torch
 from torch import nn
 
 from dither import checkpoint
-from dither.checkpoint import SavedTensors
-from dither.checkpoint.state import plan_of
 from dither.console import Stage, silent
 from dither.data import Corpus, Tokenizer, load_tokenizer
 from dither.data.corpus import open_corpus, open_text
@@ -24,7 +22,7 @@ from dither.evaluate.variants import parse_plan
 from dither.exporting.tokenizer_files import AnyTokenizer, TokenizerFiles
 from dither.models import CausalLM
 from dither.models.lora import merged_model
-from dither.models.open import find_model, open_model
+from dither.models.open import Opened, find_model, open_model
 from dither.models.sizes import Lora
 from dither.nn.convert import convert
 from dither.spec import LayerPrecision, Plan
@@ -162,19 +160,18 @@ def opened(
         corpus = (open_text(data, scratch / "other", used) if data else own) if text else None
         kept = (found.run or where.parent.parent) / TOKENIZER_FILES
         files: AnyTokenizer = tokenizer if tokenizer is not None else kept if kept.is_dir() and given is None else used
-        plan, provenance = _made(where, config)
-        model, adapted = open_model(found, device=ranks.device, adapters="apart").model, config.lora.rank is not None
+        made, adapted = open_model(found, device=ranks.device, adapters="apart"), config.lora.rank is not None
         yield Source(
             where,
-            merged_model(model) if adapted else model,
+            merged_model(made.model) if adapted else made.model,
             used,
             files,
             corpus,
             config.data.sequence,
-            plan,
-            provenance,
+            made.plan,
+            _provenance(made, config),
             tuple(notes),
-            adapted=model.eval() if adapted else None,
+            adapted=made.model.eval() if adapted else None,
             lora=config.lora if adapted else None,
             base=str(found.others["base"]["path"]) if adapted else "",
             template=None if own is None else own.template,
@@ -193,24 +190,20 @@ def _folder_source(
     return Source(path, model, used, files, corpus, 1024, None, {"source": str(path)})
 
 
-def _made(where: Path, config: Config) -> tuple[Plan | None, dict[str, Any]]:
-    """Return the plan of a checkpoint, and how it was trained."""
-    with SavedTensors(where) as saved:
-        plain = saved.plain
-    plan = plan_of(plain)
+def _provenance(made: Opened, config: Config) -> dict[str, Any]:
+    """Return how a checkpoint was trained."""
     precision = config.precision
-    provenance = {
-        "source": str(where),
-        "step": plain["step"],
+    return {
+        "source": str(made.found.path),
+        "step": made.step,
         "recipe": precision.recipe or precision.plan or precision.mode,
         "mode": precision.mode,
         "optimizer": config.optim.optimizer,
         "peak learning rate": config.optim.lr,
         "tokens per step": config.data.batch * config.data.sequence,
         "data": ", ".join(config.data.sources) or "Python's standard library",
-        "plan": None if plan is None else plan.to_dict(),
+        "plan": None if made.plan is None else made.plan.to_dict(),
     }
-    return plan, provenance
 
 
 def deployment_plan(source: Source, slack: float = SLACK) -> Plan:

@@ -376,7 +376,7 @@ class Model:
         except UserError as error:
             raise UserError(f"In [model]: {error}") from None
 
-    def mixtral(self, vocab: int) -> dict[str, Any]:
+    def mixtral(self, vocab: int | None) -> dict[str, Any]:
         """Return the config of transformers' Mixtral with these sizes and experts."""
         sizes = asdict(self.sizes(vocab))
         return {"model_type": "mixtral", **sizes, "num_local_experts": self.experts, "num_experts_per_tok": 2}

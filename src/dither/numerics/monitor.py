@@ -1,16 +1,17 @@
-"""A monitor of numerics for any training loop: it samples every n-th step and has no overhead on the others."""
+"""A monitor of numerics for any training loop, and its report: it samples every n-th step and has no overhead on the others."""
 
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from dither.console import aligned
 from dither.errors import UserError
 from dither.nn.experts import ExpertLinear
 from dither.nn.functional import autocast_dtype
@@ -26,24 +27,243 @@ from dither.numerics.counts import (
     summary,
     update_counts,
 )
-from dither.numerics.report import (
-    KEPT,
-    OPERANDS,
-    STAGNANT,
-    LayerNumerics,
-    LossScale,
-    NumericsReport,
-    Operand,
-    WeightUpdate,
-    percent,
-)
 from dither.ops.ranks import local, part_of
 from dither.ops.reference import scales as scaling
 from dither.ops.reference.adamw import FORMATS
 from dither.optim.adamw import AdamW
-from dither.snip.statistics import is_tensor_parallel
+from dither.snip.statistics import hooked, is_tensor_parallel
 from dither.spec import Cast
 from dither.spec.formats import TABLE
+
+# The report -----------------------------------------------------------------------------------------------------------
+
+OPERANDS = ("input", "weight", "grad")
+
+CLIPPED = 0.05
+"""Fraction of an operand's numbers that a cast clips, from which it is a problem."""
+
+FLUSHED = 0.5
+"""Fraction that rounding to nearest flushes to zero, from which it is a problem; stochastic rounding keeps the mean."""
+
+LOST = 0.05
+"""Fraction of gradients below FP16's smallest number, from which the loss scale is a problem."""
+
+STAGNANT = 0.9
+"""Fraction of updates of 16-bit weights that rounding to nearest drops, from which the learning rate is a problem."""
+
+KEPT = 0.999
+"""Fraction of gradients that the required loss scale keeps."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An operand of a layer under its cast. Fractions are of the finite, nonzero numbers unless stated otherwise."""
+
+    cast: str
+    """The cast, or the format of the product's operands if there is none."""
+    clipped: float | None
+    """Fraction that saturates; None if the tensor was in that format already, so that it cannot be seen."""
+    flushed: float | None
+    """Fraction that rounds to zero; None as above."""
+    subnormal: float
+    """Fraction that becomes subnormal in the format, with fewer significant bits."""
+    zeros: float
+    """Fraction of all numbers that were zero before the cast."""
+    nonfinite: float
+    """Fraction of all numbers that are NaN or Inf."""
+    amax: float
+    """Largest finite magnitude."""
+    scale: tuple[float, float, float] | None
+    """Minimum, median and maximum of the scale over groups; None for an unscaled cast."""
+
+    @property
+    def worst(self) -> float:
+        """Return the largest of the fractions that count as loss."""
+        return max(self.nonfinite, self.clipped or 0.0, self.flushed or 0.0)
+
+
+@dataclass(frozen=True)
+class WeightUpdate:
+    """The last update of a layer's weight compared with the spacing of the format in which updates are accumulated."""
+
+    format: str
+    """Format of the weight, or of its float32 master."""
+    rounding: str
+    """Rounding of the optimizer: nearest, stochastic or kahan."""
+    ratio: float | None
+    """Median of |update| / spacing; None if all updates are zero."""
+    stagnant: float
+    """Fraction of updates that rounding to nearest would drop, for any rounding of the optimizer."""
+    elements: int
+    """Number of nonzero updates."""
+
+    @property
+    def stands_still(self) -> bool:
+        """Return True if these updates are lost: a 16-bit weight that is rounded to nearest."""
+        return self.rounding == "nearest" and self.format != "fp32"
+
+
+@dataclass(frozen=True)
+class LayerNumerics:
+    """A converted layer in a sampled step; None for an operand that was not observed."""
+
+    name: str
+    input: Operand | None
+    weight: Operand | None
+    grad: Operand | None
+    update: WeightUpdate | None
+
+    @property
+    def operands(self) -> Iterator[tuple[str, Operand]]:
+        """Return the observed operands by name."""
+        return ((name, found) for name in OPERANDS if (found := getattr(self, name)) is not None)
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """The loss scale of FP16 compared with the output gradients of all layers."""
+
+    scale: float
+    """Current factor of the loss."""
+    flushed: float | None
+    """Fraction of nonzero gradients that FP16 rounds to zero at this scale; None if they were in FP16 already."""
+    required: float | None
+    """Smallest power of two that keeps 99.9 % of them at or above FP16's smallest number, 2^-24."""
+    largest: float | None
+    """Largest power of two at which the largest gradient does not overflow."""
+
+
+@dataclass(frozen=True)
+class NumericsReport:
+    """The numbers of one sampled step.
+
+    >>> grad = Operand("e2m1 tile(128) fp32 nearest", 0.0, 0.75, 0.1, 0.0, 0.0, 1e-3, None)
+    >>> report = NumericsReport(100, (LayerNumerics("layers.0.up_proj", None, None, grad, None),), None)
+    >>> report.problems
+    ('75 % of the output gradient of layers.0.up_proj rounds to zero in e2m1 tile(128) fp32 nearest.',)
+    """
+
+    step: int
+    layers: tuple[LayerNumerics, ...]
+    loss_scale: LossScale | None
+
+    @property
+    def stagnant(self) -> float | None:
+        """Return the fraction of lost updates over all 16-bit weights that are rounded to nearest; None if there are none."""
+        found = [each.update for each in self.layers if each.update is not None and each.update.stands_still]
+        total = sum(each.elements for each in found)
+        return sum(each.stagnant * each.elements for each in found) / total if total else None
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Return one sentence per kind of problem, about the layer that is affected most."""
+        found = (
+            self._worst("nonfinite", 0.0, "is NaN or Inf"),
+            self._worst("clipped", CLIPPED, "is clipped by"),
+            self._worst("flushed", FLUSHED, "rounds to zero in", mean_kept="stochastic"),
+            self._lost(),
+            self._stands_still(),
+        )
+        return tuple(filter(None, found))
+
+    def _worst(self, share: str, bound: float, what: str, mean_kept: str | None = None) -> str:
+        found = [
+            (getattr(each, share), layer.name, operand, each.cast)
+            for layer in self.layers
+            for operand, each in layer.operands
+            if getattr(each, share) and getattr(each, share) >= bound and not (mean_kept and mean_kept in each.cast)
+        ]
+        if not found:
+            return ""
+        most, name, operand, cast = max(found, key=lambda each: each[0])  # among equals, the first layer
+        words = {"input": "input", "weight": "weight", "grad": "output gradient"}[operand]
+        others = f" (and {len(found) - 1} more operand{'s' * (len(found) > 2)})" if len(found) > 1 else ""
+        return f"{percent(most)} of the {words} of {name} {what}{'' if share == 'nonfinite' else f' {cast}'}{others}."
+
+    def _lost(self) -> str:
+        found = self.loss_scale
+        if found is None or found.flushed is None or found.flushed < LOST:
+            return ""
+        enough = "" if found.required is None else f": a scale of {found.required:g} keeps 99.9 % of them"
+        limit = "" if found.largest is None else f", and {found.largest:g} is the largest that does not overflow"
+        return (
+            f"{percent(found.flushed)} of the gradients round to zero in FP16 at the loss scale {found.scale:g}{enough}{limit}."
+        )
+
+    def _stands_still(self) -> str:
+        share = self.stagnant
+        if share is None or share < STAGNANT:
+            return ""
+        return (
+            f"{percent(share)} of the updates are below half the spacing of weights that are rounded to nearest, which stand "
+            "still: round stochastically (mode bf16-sr) or keep float32 masters (mode o2)."
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, ready for JSON; numbers that are not finite become None."""
+        data = finite(asdict(self))
+        return {**data, "stagnant": self.stagnant, "problems": list(self.problems)}
+
+    def __str__(self) -> str:
+        """Return two tables, the worst operands and the smallest updates first, and the problems."""
+        parts = [f"Numerics of step {self.step}", *aligned([OPERAND_HEADER, *self._operand_rows()])]
+        updates = [(layer.name, layer.update) for layer in self.layers if layer.update is not None]
+        if updates:
+            parts += ["", *aligned([UPDATE_HEADER, *update_rows(updates)])]
+        if self.loss_scale is not None:
+            scale = self.loss_scale
+            scales = (scale.scale, scale.required, scale.largest)
+            now, required, largest = ("-" if value is None else f"{value:g}" for value in scales)
+            flushed = percent(scale.flushed)
+            parts += ["", f"loss scale {now}, required {required}, largest {largest}, gradients flushed {flushed}"]
+        return "\n".join([*parts, *(["", *self.problems] if self.problems else [])])
+
+    def _operand_rows(self) -> list[tuple[str, ...]]:
+        found = [(each.worst, layer.name, operand, each) for layer in self.layers for operand, each in layer.operands]
+        return [
+            (
+                name, operand, each.cast, *map(percent, (each.clipped, each.flushed, each.subnormal)), f"{each.amax:.3g}",
+                *(("", "", "") if each.scale is None else (f"{scale:.3g}" for scale in each.scale)),
+            )
+            for _, name, operand, each in sorted(found, key=lambda row: -row[0])
+        ]  # fmt: skip
+
+
+OPERAND_HEADER = ("layer", "operand", "cast", "clipped", "flushed", "subnormal", "amax", "scale: min", "median", "max")
+UPDATE_HEADER = ("layer", "weights in", "rounding", "update / spacing, median", "lost by rounding to nearest")
+
+
+def update_rows(updates: Sequence[tuple[str, WeightUpdate]]) -> list[tuple[str, ...]]:
+    """Return the updates of layers by name as rows of a table, the smallest relative to their spacing first."""
+    return [
+        (name, each.format, each.rounding, "-" if each.ratio is None else f"{each.ratio:.3g}", percent(each.stagnant))
+        for name, each in sorted(updates, key=lambda pair: math.inf if pair[1].ratio is None else pair[1].ratio)
+    ]
+
+
+def percent(share: float | None) -> str:
+    """Return a fraction as a percentage; tiny fractions differ from zero.
+
+    >>> percent(0.0), percent(0.1234), percent(1e-7), percent(None)
+    ('0 %', '12 %', '< 0.01 %', '-')
+    """
+    if share is None:
+        return "-"
+    if share and share < 1e-4:
+        return "< 0.01 %"
+    return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.3g} %"
+
+
+def finite(value: Any) -> Any:
+    """Return plain values with None for every number that is not finite."""
+    if isinstance(value, Mapping):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, tuple | list):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# Operands ---------------------------------------------------------------------------------------------------------------
 
 LINE = len(COUNTS) + 4
 """Number of values per operand: see `dither.numerics.counts.summary`."""
@@ -79,33 +299,22 @@ class Observer:
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
         """Record the forward and backward passes inside the context, without changing their results."""
-        parallel, hooks = is_tensor_parallel(model), []
-        for name, layer in self.layers.items():
-            hooks.append(layer.register_forward_pre_hook(partial(self._before, name), with_kwargs=True))
-            # Before the hooks of tensor parallelism, which return the local shard as a plain tensor.
-            hooks.append(layer.register_forward_hook(partial(self._after, name), prepend=parallel))
-        try:
+        with hooked(self.layers, self._before, self._after, first=is_tensor_parallel(model)):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     @torch.no_grad()
-    def _before(self, name: str, layer: nn.Module, args: Any, named: Any) -> None:
+    def _before(self, name: str, layer: Linear, x: Tensor) -> None:
         """Record the input and, at the first call, the weight, which FSDP2 has gathered by then."""
-        assert isinstance(layer, Linear)
         # Skip the recomputation of checkpointed blocks in backward.
         if not layer.training or torch._C._current_graph_task_id() != -1:
             return
-        x: Tensor = args[0] if args else named["input"]
         product = autocast_dtype(x) or x.dtype
         self._record(name, layer, "input", part_of(x.detach()).matrix, product, 1)
         if (name, "weight") not in self.summaries:
             self._record(name, layer, "weight", local(layer.weight.detach()), product, 0 if layer.transposed else 1)
 
-    def _after(self, name: str, layer: nn.Module, _: Any, y: Tensor) -> None:
+    def _after(self, name: str, layer: Linear, y: Tensor) -> None:
         """Register a hook that records the gradient of the output."""
-        assert isinstance(layer, Linear)
         if layer.training and y.requires_grad:
             y.register_hook(partial(self._gradient, name, layer))  # type: ignore[no-untyped-call]
 
@@ -133,15 +342,11 @@ class Observer:
         self.summaries.setdefault((name, operand), []).append(summary(cast_counts(x, cast, axis, given)))
 
     def lines(self, device: torch.device) -> Tensor:
-        """Return the numbers of each operand over all calls: float64[layers, 3, 10]."""
-        unseen = torch.zeros(LINE, dtype=torch.float64, device=device)
-        unseen[-3:] = torch.nan
-        keys = [(name, operand) for name in self.layers for operand in OPERANDS]
-        lines = [
-            merged(torch.stack([line.to(device) for line in self.summaries[key]])) if key in self.summaries else unseen
-            for key in keys
-        ]
-        return torch.stack(lines).view(len(self.layers), len(OPERANDS), LINE)
+        """Return the numbers of each operand over all calls: float64[layers, 30]."""
+        unseen = [torch.cat([torch.zeros(LINE - 3, device=device), torch.full((3,), torch.nan, device=device)]).double()]
+        found = (self.summaries.get((name, operand), unseen) for name in self.layers for operand in OPERANDS)
+        lines = [merged(torch.stack([line.to(device) for line in calls])) for calls in found]
+        return torch.stack(lines).view(len(self.layers), -1)
 
 
 def merged(lines: Tensor) -> Tensor:
@@ -263,10 +468,6 @@ def _measured(optimizer: torch.optim.Optimizer, layers: Mapping[str, Linear]) ->
     return measured
 
 
-UPDATE = 3
-"""Numbers per weight: nonzero updates, updates that rounding to nearest drops, and the median of |update| / spacing."""
-
-
 class Monitor:
     """Sample the operands of a model's converted layers, and the updates of their weights, in every `every`-th step.
 
@@ -369,36 +570,27 @@ class Monitor:
     @torch.no_grad()
     def _finish(self, step: int, observer: Observer) -> None:
         """Combine all numbers with a single synchronization and set `report`."""
-        first = next(iter(observer.layers.values())).weight
-        device = first.device
+        device = next(iter(observer.layers.values())).weight.device
         updates = {} if self.optimizer is None else _measured(self.optimizer, observer.layers)
-        count = len(observer.layers)
-        still = torch.zeros(UPDATE, dtype=torch.float64, device=device)  # filled on the device: a copy would synchronize
-        still[-1:].fill_(math.nan)
-        moves = [
-            torch.stack([n.double() for n in updates[name].counts]) if name in updates else still for name in observer.layers
-        ]
-        empty = torch.zeros(EXPONENTS, dtype=torch.float64, device=device)
-        exponents = torch.stack([empty, *observer.gradients]).sum(0)
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        still = [zero, zero, torch.full_like(zero, math.nan)]  # filled on the device: a copy would synchronize
+        moved = [[n.double() for n in updates[name].counts] if name in updates else still for name in observer.layers]
+        exponents = torch.stack([zero.expand(EXPONENTS), *observer.gradients]).sum(0)
         scale = torch.ones((), device=device)
         if self.scaler is not None and self.scaler.is_enabled():
             scale = self.scaler.scale(scale)
-        together = torch.cat([
-            observer.lines(device).flatten(), torch.stack(moves).flatten(), exponents, scale.double().reshape(1)
-        ])  # fmt: skip
+        lines = torch.cat([observer.lines(device), torch.stack([torch.stack(each) for each in moved])], 1)
+        together = torch.cat([lines.flatten(), exponents, scale.double().reshape(1)])
         ranks = [together]
         if self.group is not None:
             ranks = [torch.empty_like(together) for _ in range(torch.distributed.get_world_size(self.group))]
             torch.distributed.all_gather(ranks, together, group=self.group)
-        sizes = [count * len(OPERANDS) * LINE, count * UPDATE, EXPONENTS, 1]
-        operands, moved, fields, scales = torch.split(torch.stack(ranks), sizes, dim=1)
-        of_ranks = operands.view(len(ranks), count, len(OPERANDS), -1)
-        moved = moved.view(len(ranks), count, UPDATE)
-        typical = moved[..., 2].nanmedian(0).values
-        numbers = torch.cat([
-            merged(of_ranks).flatten(), moved[..., 0].sum(0), moved[..., 1].sum(0), typical, fields.sum(0), scales[0]
-        ]).tolist()  # fmt: skip  # the only synchronization with the device
-        self.report = _report(step, observer, updates, numbers)
+        of_ranks, fields, scales = torch.split(torch.stack(ranks), [lines.numel(), EXPONENTS, 1], dim=1)
+        operands, counted, typical = torch.split(of_ranks.view(len(ranks), *lines.shape), [len(OPERANDS) * LINE, 2, 1], dim=2)
+        operands = merged(operands.reshape(len(ranks), -1, len(OPERANDS), LINE)).flatten(1)
+        layers = torch.cat([operands, counted.sum(0), typical.nanmedian(0).values], 1)
+        *numbers, factor = torch.cat([layers.flatten(), fields.sum(0), scales[0]]).tolist()  # the only synchronization
+        self.report = _report(step, observer, updates, numbers[:-EXPONENTS], numbers[-EXPONENTS:], factor)
         share = self.report.stagnant
         if share is not None and share >= STAGNANT and not self.warned:
             self.warned = True
@@ -418,19 +610,23 @@ class Monitor:
             self.tell(text)
 
 
-def _report(step: int, observer: Observer, updates: dict[str, MeasuredUpdate], numbers: list[float]) -> NumericsReport:
-    count, width = len(observer.layers), LINE
-    end = count * len(OPERANDS) * width
-    moved, stagnant, ratio = (numbers[end + i * count : end + (i + 1) * count] for i in range(3))
-    fields, scale = numbers[end + 3 * count : -1], numbers[-1]
+def _report(
+    step: int,
+    observer: Observer,
+    updates: Mapping[str, MeasuredUpdate],
+    numbers: list[float],
+    fields: list[float],
+    scale: float,
+) -> NumericsReport:
+    width = len(numbers) // len(observer.layers)
     layers = []
     for index, name in enumerate(observer.layers):
-        operands: dict[str, Any] = {}
+        row = numbers[index * width : (index + 1) * width]
+        operands: dict[str, Any] = dict.fromkeys(OPERANDS)
         for place, operand in enumerate(OPERANDS):
-            begin = (index * len(OPERANDS) + place) * width
-            line = numbers[begin : begin + width]
-            operands[operand] = _operand(*observer.casts[name, operand], line) if (name, operand) in observer.casts else None
-        update = updates[name].report(moved[index], stagnant[index], ratio[index]) if name in updates else None
+            if (name, operand) in observer.casts:
+                operands[operand] = _operand(*observer.casts[name, operand], row[place * LINE : (place + 1) * LINE])
+        update = updates[name].report(*row[-3:]) if name in updates else None
         layers.append(LayerNumerics(name, **operands, update=update))
     loss_scale = _loss_scale(layers, observer.narrow, fields, scale) if observer.exponents else None
     return NumericsReport(step, tuple(layers), loss_scale)

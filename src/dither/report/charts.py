@@ -1,14 +1,19 @@
 """Charts as data: what the page draws in a browser and what matplotlib draws into files for papers.
 
-A chart is a frozen dataclass with plain numbers, computed from run folders. `plain` turns it into JSON for the page.
+A chart is a frozen dataclass with plain numbers, computed from run folders. `plain` turns it into JSON for the page. At the end
+are the curves of runs over steps, tokens, time and FLOPs: one line per run, or per configuration with a band over its seeds.
 """
 
+import bisect
+import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from dither.errors import UserError
+from dither.evaluate.estimates import Estimate, estimate, paired
+from dither.report.run_folder import RunFolder, event_of, number
 from dither.spec.formats import Format
 
 ABSENT = "-"
@@ -84,8 +89,6 @@ MOST_POINTS = 800
 DIGITS = 6
 """Significant digits of numbers in the page."""
 
-Points = Sequence[tuple[float, float]]
-
 
 @dataclass(frozen=True)
 class Line:
@@ -97,7 +100,8 @@ class Line:
     y: tuple[float, ...]
     colour: int = 0
     """Number of the colour; curves of one run have the same in all charts."""
-    style: Literal["plain", "faint", "strong", "dashed"] = "plain"
+    style: Literal["plain", "faint", "strong", "dashed", "dots"] = "plain"
+    """How it is drawn; dots are points without a line, such as events."""
     low: tuple[float, ...] = ()
     """Lower ends of a band around the curve; () if there is none."""
     high: tuple[float, ...] = ()
@@ -175,6 +179,20 @@ class LayerGrid:
     """(row, column) of each layer."""
 
 
+@dataclass(frozen=True)
+class Table:
+    """A table of texts; the terminal and the page show the same."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    right: tuple[int, ...] = ()
+    """Columns of numbers, which are aligned to the right."""
+    best: tuple[int, ...] = ()
+    """Rows that are significantly better than all others."""
+    about: str = ""
+
+
 # Numbers for JSON --------------------------------------------------------------------------------------------------------
 
 
@@ -242,11 +260,6 @@ def kept(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
     return found if found[-1] == last else [*found, last]
 
 
-def thin(points: Points, most: int = MOST_POINTS) -> list[tuple[float, float]]:
-    """Reduce a curve to about `most` points; spikes and the last point stay."""
-    return [points[at] for at in kept([y for _, y in points], most)]
-
-
 def stretches(steps: Sequence[int], most: int) -> list[list[int]]:
     """Return the indices of at most `most` stretches of equal length, in order.
 
@@ -297,18 +310,177 @@ def format_bits(name: str) -> int:
         return 32
 
 
-# Text --------------------------------------------------------------------------------------------------------------------
+# Curves of runs ----------------------------------------------------------------------------------------------------------
+
+AXES = {"steps": "steps", "tokens": "tokens", "seconds": "time", "FLOPs": "FLOPs"}
+"""X axes between which a reader of the page switches, and their names there; a curve may lack some of them."""
+
+FEW = 40
+"""Up to this many points of a held-out curve are marked."""
+
+CURVES = (
+    ("tokens_per_s", "Speed", "tokens per second", True),
+    ("grad_norm", "Gradient norm", "norm before clipping", False),
+    ("lr", "Learning rate", "learning rate", True),
+    ("memory", "Peak memory", "bytes", True),
+    ("mfu", "Share of the peak FLOP/s (MFU)", "fraction", True),
+    ("skipped", "Skipped steps", "steps so far", True),
+    ("loss_scale", "Loss scale", "factor", False),
+)
+"""Other curves than losses: key in the lines of training, title, label of the y axis, and whether that begins at 0."""
+
+
+EVENTS = {
+    "plan changed": "plan changed", "resumed": "resumed", "spike": "spike", "skip": "skipped step", "overflow": "skipped step",
+    "rollback": "rollback", "stop": "stop",
+}  # fmt: skip
+"""Events that the chart of the loss marks, and their names there."""
 
 
 @dataclass(frozen=True)
-class Table:
-    """A table of texts; the terminal and the page show the same."""
+class Group:
+    """Runs of one configuration that are drawn as one curve."""
 
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    right: tuple[int, ...] = ()
-    """Columns of numbers, which are aligned to the right."""
-    best: tuple[int, ...] = ()
-    """Rows that are significantly better than all others."""
-    about: str = ""
+    label: str
+    runs: Mapping[int, RunFolder]
+    """The run of each seed."""
+    colour: int
+
+
+def loss_chart(groups: Sequence[Group]) -> LineChart | None:
+    """Return training and held-out loss of all groups; of a single run also each logged loss, and events."""
+    if len(groups) > 1 or len(groups[0].runs) > 1:
+        lines = []
+        for group in groups:
+            lines += _drawn(replace(group, label=f"{group.label}, training"), "train", "loss", "faint", smooth=True)
+            lines += _drawn(group, "eval", "loss", "strong")
+        about = f"Strong lines: held-out text. Faint lines: training, smoothed.{_band(groups)}"
+        return _chart("Loss", "nats per token", lines, about)
+    runs = groups[0].runs
+    (run,) = runs.values()
+    every = min((b["step"] - a["step"] for a, b in itertools.pairwise(run.of("train"))), default=1)
+    logged = "training, each step" if every == 1 else f"training, every {every:,} steps"
+    lines = _drawn(Group(logged, runs, 0), "train", "loss", "faint")
+    lines += _drawn(Group("training, smoothed", runs, 0), "train", "loss", "plain", smooth=True)
+    lines += _drawn(Group("held-out", runs, 1), "eval", "loss", "strong") + _events(run)
+    return _chart("Loss", "nats per token", lines, "Smoothed: lines fitted to the neighbours of each point, which do not lag.")
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Return a curve with less noise and without lag: at each point, the value of the line fitted to its neighbours.
+
+    >>> smoothed([5.0, 4.0, 3.0, 2.0])
+    [5.0, 4.0, 3.0, 2.0]
+    """
+    half, found = max(2, len(values) // 40), []
+    sums, moments = ([0.0, *itertools.accumulate(each)] for each in (values, (n * y for n, y in enumerate(values))))
+    for at in range(len(values)):
+        begin, end = max(0, at - half), min(len(values), at + half + 1)
+        count, centre = end - begin, (begin + end - 1) / 2
+        mean = (sums[end] - sums[begin]) / count
+        product = moments[end] - moments[begin] - centre * count * mean
+        found.append(mean + (at - centre) * product * 12 / (count**3 - count) if count > 1 else mean)
+    return found
+
+
+def _events(run: RunFolder) -> list[Line]:
+    """Return where the plan changed, the guard acted, and the run resumed, as points on the curve of the training loss."""
+    curve = run.curve("train", "loss")
+    losses = list(zip((step for step, _ in curve), smoothed([loss for _, loss in curve]), strict=True))
+    found: dict[str, list[float]] = {}
+    for line in (line for kind in ("plan", "guard", "start") for line in run.of(kind)):
+        if (label := EVENTS.get(event_of(line)[0])) and losses and 0 < line["step"] <= losses[-1][0]:
+            found.setdefault(label, []).append(max(float(line["step"]), losses[0][0]))
+    lines = []
+    for colour, (label, steps) in enumerate(found.items(), 2):
+        x = {axis: tuple(places) for axis, places in _positions(run, steps, "train").items()}
+        lines.append(Line(label, x, tuple(_at(losses, step) or 0.0 for step in steps), colour, "dots"))
+    return lines
+
+
+def difference_chart(groups: Sequence[Group]) -> LineChart | None:
+    """Return the difference of the held-out loss of each group to the first group, paired by seed."""
+    lines, first = [], groups[0].runs
+    for group in groups[1:]:
+        if not set(group.runs) <= set(first):
+            continue
+        pairs = [(dict(run.curve("eval", "loss")), dict(first[seed].curve("eval", "loss"))) for seed, run in group.runs.items()]
+        steps = sorted(set.intersection(*(set(mine) & set(theirs) for mine, theirs in pairs)))
+        found = [(at, paired([mine[at] for mine, _ in pairs], [theirs[at] for _, theirs in pairs])) for at in steps]
+        lines += _line(group, found, "strong", "eval")
+    several = any(len(group.runs) > 1 for group in groups)
+    about = "Differences within each seed: below zero is better." + (" Bands: ± their standard error." if several else "")
+    return _chart(f"Held-out loss, difference to {groups[0].label}", "nats per token", lines, about)
+
+
+def other_charts(groups: Sequence[Group]) -> tuple[LineChart, ...]:
+    """Return speed, learning rate, gradient norm, and what else the runs recorded; charts without data are left out."""
+    found = []
+    for key, title, label, from_zero in CURVES:
+        lines = [line for group in groups for line in _drawn(group, "train", key, "plain")]
+        if any(any(line.y) for line in lines):  # a run without skipped steps needs no chart of them
+            log = key == "grad_norm" and _spread(lines) > 50
+            found.append(_chart(title, label, lines, _band(groups), from_zero=from_zero, log=log))
+    return tuple(chart for chart in found if chart is not None)
+
+
+def _drawn(group: Group, kind: str, key: str, style: str, smooth: bool = False) -> list[Line]:
+    """Return the curve of a group: of its run, or the mean over seeds at the steps that all of them have."""
+    curves = [run.curve(kind, key) for run in group.runs.values()]
+    if smooth:
+        curves = [tuple(zip((x for x, _ in curve), smoothed([y for _, y in curve]), strict=True)) for curve in curves]
+    values = [dict(curve) for curve in curves]
+    steps = sorted(set.intersection(*map(set, values)))
+    return _line(group, [(step, estimate([each[step] for each in values])) for step in steps], style, kind)
+
+
+def _line(group: Group, points: Sequence[tuple[float, Estimate | None]], style: str, kind: str) -> list[Line]:
+    known = [(step, each) for step, each in points if each is not None]
+    if not known:
+        return []
+    chosen = [known[at] for at in kept([each.mean for _, each in known])]
+    positions = [_positions(run, [step for step, _ in chosen], kind) for run in group.runs.values()]
+    axes = [axis for axis in AXES if all(axis in each for each in positions)]
+    x = {axis: tuple(sum(xs) / len(xs) for xs in zip(*(each[axis] for each in positions), strict=True)) for axis in axes}
+    banded = all(each.error is not None for _, each in chosen)
+    low, high = (tuple(each.mean + sign * (each.error or 0.0) for _, each in chosen) if banded else () for sign in (-1, 1))
+    y, marked = tuple(each.mean for _, each in chosen), style == "strong" and len(chosen) <= FEW
+    return [Line(group.label, x, y, group.colour, style, low, high, marked)]  # type: ignore[arg-type]
+
+
+def _positions(run: RunFolder, steps: Sequence[float], kind: str) -> dict[str, Sequence[float]]:
+    """Return the positions of the steps of lines of a kind on all axes that the run has."""
+    found: dict[str, Sequence[float]] = {"steps": steps}
+    for axis, curve in (("tokens", run.curve("train", "tokens")), ("seconds", run.curve(kind, "time"))):
+        places = [_at(curve, step) for step in steps]
+        if None not in places:
+            found[axis] = places  # type: ignore[assignment]
+    if "tokens" in found and (flops := number(run.environment.get("flops_per_token"))):
+        found["FLOPs"] = [flops * tokens for tokens in found["tokens"]]
+    return found
+
+
+def _at(points: Sequence[tuple[float, float]], step: float) -> float | None:
+    """Interpolate a curve from (0, 0) over `points` at a step; None beyond its end."""
+    index = bisect.bisect_left(points, step, key=lambda point: point[0])
+    if index == len(points):
+        return None
+    (x0, y0), (x1, y1) = points[index - 1] if index else (0.0, 0.0), points[index]
+    return y1 if x1 == x0 else y0 + (y1 - y0) * (step - x0) / (x1 - x0)
+
+
+def _chart(
+    title: str, y: str, lines: Sequence[Line], about: str = "", *, from_zero: bool = False, log: bool = False
+) -> LineChart | None:
+    axes = tuple(axis for axis in AXES if any(axis in line.x for line in lines))
+    return LineChart(title, y, axes, tuple(lines), about, log=log, from_zero=from_zero) if lines else None
+
+
+def _band(groups: Sequence[Group]) -> str:
+    return " Lines are means over seeds, bands ± their standard error." if any(len(g.runs) > 1 for g in groups) else ""
+
+
+def _spread(lines: Sequence[Line]) -> float:
+    """Return the largest value of all curves divided by the median."""
+    values = sorted(y for line in lines for y in line.y)
+    return values[-1] / values[len(values) // 2] if values and values[0] > 0 else 0.0

@@ -3,9 +3,7 @@
 `dither compare` makes a `Comparison` of its run folders; the terminal, the page, the figure and comparison.json show it.
 """
 
-import bisect
 import os
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -13,112 +11,19 @@ from typing import Any
 
 from dither import files
 from dither.errors import UserError
-from dither.evaluate.estimates import BOUND, Estimate, estimate, paired
-from dither.report.charts import ABSENT, Table, fixed, short, size
-from dither.report.run_folder import RunFolder, number
+from dither.evaluate.estimates import Estimate, estimate, paired
+from dither.report.charts import ABSENT, Group, Line, LineChart, Table, fixed, short, size
+from dither.report.run_folder import RunFolder, text_of
+from dither.report.run_table import precision_of, summarize
 
-
-@dataclass(frozen=True)
-class Summary:
-    """Key figures of a run; None if its folder does not have them."""
-
-    name: str
-    precision: str
-    """Precision in a few words: mode, recipe or plan, sampling."""
-    state: str
-    steps: int
-    tokens: float | None
-    """Number of training tokens."""
-    loss: float | None
-    """Held-out loss at the end, in nats per token."""
-    bits_per_byte: float | None
-    tokens_per_s: float | None
-    """Median over the run: see `median_speed`."""
-    memory: float | None
-    """Peak memory in bytes."""
-    seconds: float | None
-    parameters: float | None
-
-
-def summarize(run: RunFolder) -> Summary:
-    """Return the key figures of a run.
-
-    >>> import tempfile, pathlib
-    >>> from dither.report import read
-    >>> folder = pathlib.Path(tempfile.mkdtemp())
-    >>> _ = (folder / "metrics.jsonl").write_text('{"kind": "eval", "step": 10, "time": 2.0, "loss": 1.5}\\n')
-    >>> summarize(read(folder)).loss
-    1.5
-    """
-    times = [time for kind in run.lines for _, time in run.curve(kind, "time")]
-    return Summary(
-        name=run.name,
-        precision=precision_of(run.config),
-        state=run.state,
-        steps=run.steps,
-        tokens=run.last("train", "tokens"),
-        loss=run.last("eval", "loss"),
-        bits_per_byte=run.last("eval", "bits_per_byte"),
-        tokens_per_s=median_speed(run),
-        memory=peak_memory(run),
-        seconds=max(times, default=None),
-        parameters=number(run.environment.get("parameters")),
-    )
-
-
-def median_speed(run: RunFolder) -> float | None:
-    """Return the median speed of the whole run in tokens per second, or None if the run has no line of training.
-
-    The first line of training after each start or resume is left out, since its steps compile. A run that has no other lines
-    has the median of these.
-
-    >>> import tempfile, pathlib
-    >>> from dither.report import read
-    >>> folder = pathlib.Path(tempfile.mkdtemp())
-    >>> line = '{{"kind": "train", "step": {}, "tokens_per_s": {}}}\\n'
-    >>> speeds = [line.format(*each) for each in ((10, 5), (20, 99), (30, 100), (40, 102))]
-    >>> _ = (folder / "metrics.jsonl").write_text('{"kind": "start", "step": 0}\\n' + "".join(speeds))
-    >>> median_speed(read(folder))
-    100.0
-    """
-    speeds = dict(run.curve("train", "tokens_per_s"))
-    steps = sorted(speeds)
-    places = (bisect.bisect(steps, line["step"]) for line in run.of("start"))
-    compiling = {steps[place] for place in (*places, 0) if place < len(steps)}
-    steady = [speed for step, speed in speeds.items() if step not in compiling]
-    return statistics.median(steady or speeds.values()) if speeds else None
-
-
-def peak_memory(run: RunFolder) -> float | None:
-    """Return the largest peak memory that a line of training records, in bytes."""
-    return max((value for _, value in run.curve("train", "memory")), default=None)
-
-
-def precision_of(config: Mapping[str, Any]) -> str:
-    """Describe the precision section of a config in a few words.
-
-    >>> precision_of({"precision": {"mode": "bf16-sr", "sampling": {"noise": "rounded_normal", "parts": "od"}}})
-    'bf16-sr, rounded_normal on od'
-    """
-    section = config.get("precision")
-    if not isinstance(section, dict):
-        return ""
-    words = [section.get(key) for key in ("mode", "recipe", "plan")]
-    schedule = section.get("schedule")
-    for entry in schedule if isinstance(schedule, list) else ():
-        if isinstance(entry, list) and len(entry) == 2:
-            words.append(f"{entry[1]} from {entry[0]}" if entry[0] else str(entry[1]))
-    sampling = section.get("sampling")
-    if isinstance(sampling, dict):
-        words.append(f"{sampling.get('noise', 'sampling')} on {sampling.get('parts', 'all')}")
-    return ", ".join(word for word in words if isinstance(word, str))
-
-
-VERSION = 1
+VERSION = 2
 """The version of comparison.json."""
 
 Value = str | float
 """A value of the swept field."""
+
+MOST_NAMED, LONGEST_IN_HEADER = 4, 24
+"""Number of runs of an arm that a table names, and of letters of an arm's name in the header of a column."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +48,12 @@ class Entry:
     """Median over the lines of metrics."""
     memory: float | None = None
     """Peak memory in bytes."""
+    tokens: float | None = None
+    """Number of training tokens."""
+    data: str = ""
+    """What it was trained on: the SHA-256 of the text, or the settings that choose it."""
+    evaluation: str = ""
+    """What its loss was measured on."""
 
     @classmethod
     def of(cls, run: RunFolder, *, arm: str, seed: int, value: Value | None = None) -> "Entry":
@@ -162,6 +73,9 @@ class Entry:
             bits_per_byte=found.bits_per_byte if done else None,
             tokens_per_s=found.tokens_per_s,
             memory=found.memory,
+            tokens=found.tokens,
+            data=text_of(run.environment.get("corpus_sha256")) or _settings(run, "data", "sources", "tokenizer", "kind"),
+            evaluation=_settings(run, "data", "held_out", "sequence") + _settings(run, "run", "eval_sequences"),
         )
 
 
@@ -180,6 +94,8 @@ class Row:
     memory: float | None
     """Peak bytes of the largest run."""
     state: str
+    runs: tuple[str, ...]
+    """Names of the runs."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +112,7 @@ class Curve:
 
     @property
     def at_an_end(self) -> bool:
-        """Return True if the best of several numbers is the smallest or the largest, so that a better one may lie beyond."""
+        """True if the best of several numbers is the smallest or the largest, so that a better one may lie beyond."""
         known = [row.value for row in self.rows if isinstance(row.value, float)]
         return self.lowest is not None and len(known) > 1 and self.lowest.value in (min(known), max(known))
 
@@ -277,10 +193,16 @@ class Comparison:
             tokens_per_s=None if speed is None else speed.mean,
             memory=max((run.memory for run in runs if run.memory is not None), default=None),
             state=", ".join(dict.fromkeys(run.state for run in runs)) or "not run",
+            runs=tuple(run.run for run in runs),
         )
 
     def sentences(self) -> tuple[str, ...]:
         """Return sentences about the best value of each arm and the best arm, if the differences are significant over seeds."""
+        if self.unequal:
+            return (
+                f"These losses do not compare, and no winner is named: the runs differ in {_listed(self.unequal)}. "
+                "`dither compare` trains runs that do.",
+            )
         found = [self._about(curve) for curve in self.curves()] if self.field is not None else []
         if len(self.arms) > 1:
             found.append(self._winner())
@@ -302,12 +224,21 @@ class Comparison:
         return said + (f"; {lowest} is an end of the sweep." if curve.at_an_end else ".")
 
     @property
+    def unequal(self) -> tuple[str, ...]:
+        """What differs between runs so that their losses do not compare."""
+        known, found = [entry for entry in self.entries if entry.loss is not None], []
+        for name, key in (("training tokens", "tokens"), ("data", "data"), ("evaluation", "evaluation")):
+            if len(values := {getattr(entry, key) for entry in known} - {None, ""}) > 1:
+                found.append(f"{name} ({_listed(list(map(short, sorted(values))))})" if key == "tokens" else name)
+        return tuple(found)
+
+    @property
     def winner(self) -> Row | None:
-        """Return the row of the arm that leads all others by more than `BOUND` standard errors; None if none does."""
+        """The row of the arm whose differences to all others have 95 % confidence intervals without 0; None if none does."""
         first, behind = self._behind()
         rivals = [difference for _, difference in behind]
         leads = bool(rivals) and all(difference is not None and difference.decided for difference in rivals)
-        return first if leads and len(rivals) == len(self.arms) - 1 else None
+        return first if leads and len(rivals) == len(self.arms) - 1 and not self.unequal else None
 
     def _behind(self) -> tuple[Row, list[tuple[Row, Estimate | None]]]:
         """Return the arm with the lowest loss, and the others that have one with their differences to it."""
@@ -324,8 +255,8 @@ class Comparison:
         tied = [self._called(row) for row, difference in behind if difference and not difference.decided]
         if tied:
             return (
-                f"No winner: {_listed([self._called(first), *tied])} are statistically tied, within {BOUND:g} standard errors "
-                "of their differences."
+                f"No winner: {_listed([self._called(first), *tied])} are statistically tied: the 95 % confidence intervals of "
+                f"their differences contain 0 (Student's t, {len(self.seeds)} seeds)."
             )
         nearest, difference = min(behind, key=lambda pair: _mean(pair[1]))
         assert difference is not None
@@ -340,7 +271,7 @@ class Comparison:
     # Tables ------------------------------------------------------------------------------------------------------------
 
     def ranking_table(self) -> Table:
-        """Return the ranking as texts; a winner is marked only if it leads by more than `BOUND` standard errors."""
+        """Return the ranking as texts; a winner is marked only if it is significant."""
         winner, rows = self.winner, self.ranking()
         texts = tuple(
             (
@@ -352,15 +283,17 @@ class Comparison:
                 short(row.tokens_per_s),
                 size(row.memory),
                 row.state,
+                _listed([*row.runs[:MOST_NAMED], *([f"{len(row.runs) - MOST_NAMED} more"] if row.runs[MOST_NAMED:] else [])]),
             )
             for row in rows
         )
         swept = [self.field] if self.field else []
-        numbers = ("held-out loss", f"difference from {self.arms[0]}", "bits per byte", "tokens/s", "memory")
-        columns = ("arm", *swept, *numbers, "how it ended")
+        base = self.arms[0] if len(self.arms[0]) <= LONGEST_IN_HEADER else "the first arm"
+        numbers = ("held-out loss", f"difference from {base}", "bits per byte", "tokens/s", "memory")
+        columns = ("arm", *swept, *numbers, "how it ended", "runs")
         title = "Each arm at its lowest held-out loss" if self.field else "Held-out loss"
         best = tuple(at for at, row in enumerate(rows) if row == winner)
-        title, right = f"{title}{self._seeds}, lowest first", tuple(range(1, len(columns) - 1))
+        title, right = f"{title}{self._seeds}, lowest first", tuple(range(1, len(columns) - 2))
         return Table(title, columns, texts, right, best, self._about_differences)
 
     def sweep_table(self) -> Table | None:
@@ -370,7 +303,7 @@ class Comparison:
         rows: list[tuple[str, ...]] = []
         best: list[int] = []
         for curve in self.curves():
-            alone = not curve.tied and all(row.loss is not None for row in curve.rows) and len(self.seeds) > 1
+            alone = len(self.seeds) > 1 and not (self.unequal or curve.tied or None in [row.loss for row in curve.rows])
             for row in curve.rows:
                 best += [len(rows)] if alone and row == curve.lowest else []
                 loss = ABSENT if row.loss is None else row.loss.text()
@@ -390,6 +323,52 @@ class Comparison:
             return ""
         return "Differences are taken within each seed, since runs of one seed share weights and data."
 
+    # Charts ------------------------------------------------------------------------------------------------------------
+
+    def groups(self, runs: Sequence[RunFolder]) -> tuple[Group, ...]:
+        """Return the runs that are drawn as one curve, an arm at a value each."""
+        by_name = {run.name: run for run in runs}
+        found: list[Group] = []
+        for arm in self.arms:
+            for value in self.values:
+                if members := {e.seed: by_name[e.run] for e in self.runs(arm, value) if e.run in by_name}:
+                    label = arm if value is None else f"{arm}, {self.field} = {shown(value)}"
+                    found.append(Group(label, members, len(found)))
+        return tuple(found)
+
+    def sweep_chart(self) -> LineChart | None:
+        """Return the losses of each arm over the values of the sweep; None without a sweep or without losses."""
+        rows = [row for curve in self.curves() for row in curve.rows]
+        if self.field is None or not any(row.loss for row in rows):
+            return None
+        numbers = [value for value in self.values if isinstance(value, float)]
+        numeric = len(numbers) == len(self.values)
+        places = {value: value if isinstance(value, float) and numeric else float(n) for n, value in enumerate(self.values)}
+        lines = []
+        for colour, curve in enumerate(self.curves()):
+            points = sorted((places[row.value], row.loss) for row in curve.rows if row.loss is not None)
+            means = [loss.mean for _, loss in points]
+            low, high = (
+                tuple(mean + sign * (loss.error or 0.0) for mean, (_, loss) in zip(means, points, strict=True))
+                for sign in (-1, 1)
+            )
+            x = {self.field: tuple(x for x, _ in points)}
+            lines += [Line(curve.arm, x, tuple(means), colour, "strong", low, high, marked=True)] if points else []
+        seeds = len(self.seeds)
+        about = f"the mean loss over {seeds} seeds, bands are ± its standard error" if seeds > 1 else "the loss of one run"
+        missing = " Values at which a run did not reach its last step have no point." if None in [r.loss for r in rows] else ""
+        return LineChart(
+            f"Held-out loss by {self.field}",
+            "held-out loss, nats per token",
+            (self.field,),
+            tuple(lines),
+            f"A point is {about}.{missing}",
+            log_x=numeric and min(numbers) > 0 and max(numbers) >= 4 * min(numbers),
+            ticks=tuple((place, shown(value)) for value, place in places.items()),
+        )
+
+    # JSON --------------------------------------------------------------------------------------------------------------
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON; what follows from the entries is included for readers, and not read back."""
         rows = [row for curve in self.curves() for row in curve.rows]
@@ -397,8 +376,8 @@ class Comparison:
             "version": VERSION,
             "field": self.field,
             "entries": [asdict(entry) for entry in self.entries],
-            "rows": [asdict(row) for row in rows],
-            "ranking": [asdict(row) for row in self.ranking()],
+            "rows": [{**asdict(row), "runs": list(row.runs)} for row in rows],
+            "ranking": [{**asdict(row), "runs": list(row.runs)} for row in self.ranking()],
             "sentences": list(self.sentences()),
         }
 
@@ -477,9 +456,14 @@ def _without_seeds(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _settings(run: RunFolder, section: str, *keys: str) -> str:
+    """Return some settings of a section as text; "" if the run has no such section."""
+    found = run.section(section)
+    return f"{ {key: found.get(key) for key in keys} } " if found else ""
+
+
 def _seed(run: RunFolder) -> int:
-    section = run.config.get("run")
-    seed = section.get("seed", 0) if isinstance(section, dict) else 0
+    seed = run.section("run").get("seed", 0)
     return seed if type(seed) is int else 0
 
 
@@ -492,4 +476,4 @@ def _mean(found: Estimate | None) -> float:
 
 
 def _listed(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+    return "".join(words) if len(words) < 2 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -1,19 +1,21 @@
-"""Draw number formats as number lines: every finite value, on a linear and on a logarithmic axis."""
+"""Draw charts, maps and number lines with matplotlib: files for papers, and images for trackers.
+
+Matplotlib belongs to the extra `figures` and is imported when something is drawn.
+"""
 
 import io
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-import numpy
-
 from dither import files
 from dither.errors import UserError
-from dither.report import curves
 from dither.report.charts import (
     PALETTE,
     SEQUENCE,
@@ -23,32 +25,22 @@ from dither.report.charts import (
     LineChart,
     PartChart,
     TimelineChart,
+    format_colour,
+    short,
 )
-from dither.report.comparison import Comparison
-from dither.report.page import Section
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-    from dither.report.page import Report
-    from dither.report.precision import OperandPrecision
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from dither.report.charts import format_colour
-from dither.report.layers import layer_bits
-from dither.report.precision import grid_of, plan_operands
+from dither.report.layers import OperandPrecision, bit_scale, grid_of, layer_bits, plan_operands
 from dither.spec import Plan
 from dither.spec.formats import Format
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
+    from dither.report.page import Report, Section
 
 Kind = Literal["png", "svg"]
+Drawing = Callable[["Figure"], None]
 
 INSTALL = "pip install 'dither[figures]'"
 
@@ -58,29 +50,33 @@ DOTS_PER_INCH, SCREEN_DOTS = 200, 100
 MOST_INSIDE = 5
 """Number of curves whose legend fits between them; that of more is beside the chart."""
 OPERANDS = ("input", "weight", "gradient")
+SHARES = {
+    "clipped": "clipped",
+    "flushed": "flushed to zero",
+    "subnormal": "subnormal",
+    "zeros": "zero before the cast",
+    "nonfinite": "NaN or Inf",
+}
+"""Words for the shares of the monitor, as on the page."""
+
+# Files -------------------------------------------------------------------------------------------------------------------
 
 
 def write_figures(report: "Report", folder: Path, kind: Kind) -> list[Path]:
     """Write every chart and map of a report into a folder as PNG or SVG files, and return their paths."""
-    found = []
-    for name, draw in _drawings(report).items():
-        path = folder / f"{name}.{kind}"
-        _write(path, _drawn(draw, name, kind))
-        found.append(path)
-    return found
+    return [write_drawing(draw, folder / f"{name}.{kind}") for name, draw in _drawings(report).items()]
 
 
-def _drawings(report: "Report") -> "dict[str, Callable[[Figure], None]]":
+def _drawings(report: "Report") -> dict[str, Drawing]:
     """Return the drawings of a report by file names, which begin with the name of the run if there are several."""
     runs = _distinct(_words(run.name) or "run" for run in report.runs)
     beginnings = [f"{run}-" for run in runs] if len(runs) > 1 else [""]
-    owners = {chart: at for at, section in enumerate(report.sections) for chart in section.charts}
-    drawings = [
-        (f"{beginnings[owners[name]] if name in owners else ''}{_words(chart.title)}", _figure_of(chart))
-        for name, chart in report.charts.items()
-    ]
+    own = {id for section in report.sections for part in section.charts.values() for id in part}
+    drawings = [(_words(chart.title), draw_chart(chart)) for id, chart in report.charts.items() if id not in own]
     for beginning, section in zip(beginnings, report.sections, strict=True):
-        drawings += [(f"{beginning}{name}", draw) for name, draw in _maps(section).items()]
+        charts = [chart for part in section.charts.values() for chart in part.values()]
+        named = [(_words(chart.title), draw_chart(chart)) for chart in charts] + list(_maps(section).items())
+        drawings += [(f"{beginning}{name}", draw) for name, draw in named]
     return dict(zip(_distinct(name for name, _ in drawings), (draw for _, draw in drawings), strict=True))
 
 
@@ -106,30 +102,28 @@ def _distinct(names: Iterable[str]) -> list[str]:
     return list(found)
 
 
-def sweep_file(comparison: Comparison, path: Path) -> Path:
-    """Write the losses of a sweep as an SVG file, and return its path."""
-    chart = curves.sweep_chart(comparison)
-    if chart is None:
-        raise UserError("The comparison has no sweep, or no run of it has a loss: there is nothing to draw.")
-    _write(path, _drawn(_figure_of(chart), chart.title, "svg"))
+def write_drawing(draw: Drawing, path: Path) -> Path:
+    """Write a drawing as a PNG or SVG file, by the ending of its name, and return its path."""
+    with _figure(path.stem) as figure:
+        draw(figure)
+        data, kind = io.BytesIO(), path.suffix.lower().removeprefix(".")
+        left_out = ("Software",) if kind == "png" else ("Date", "Creator", "Format", "Type")
+        figure.savefig(data, format=kind, dpi=DOTS_PER_INCH, metadata=dict.fromkeys(left_out))
+    written = data.getvalue()
+    if kind == "svg":
+        written = b"".join(line.rstrip() + b"\n" for line in written.splitlines())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.replace(path, written)
+    except OSError as error:
+        raise UserError(f"The figure {str(path)!r} cannot be written: {error}.") from None
     return path
 
 
-def write_drawing(draw: "Callable[[Figure], None]", path: Path, salt: str, kind: Kind) -> None:
-    """Write what `draw` draws into a figure as a PNG or SVG file; the ids of an SVG file depend on the salt alone."""
-    _write(path, _drawn(draw, salt, kind))
+def pixels(draw: Drawing) -> Any:
+    """Return a drawing as uint8[height, width, 3]."""
+    import numpy
 
-
-def _write(path: Path, data: bytes) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.replace(path, data)
-    except OSError as error:
-        raise UserError(f"The figure {str(path)!r} cannot be written: {error}.") from None
-
-
-def pixels(draw: "Callable[[Figure], None]") -> Any:
-    """Return what `draw` draws as uint8[height, width, 3]."""
     with _figure("") as figure:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -151,8 +145,8 @@ def _figure(salt: str) -> "Iterator[Figure]":
 
     style: dict[str, Any] = {
         "svg.hashsalt": salt, "svg.fonttype": "none", "text.parse_math": False, "font.family": "sans-serif", "font.size": 9,
-        "axes.formatter.useoffset": False, "axes.formatter.limits": (-3, 5), "axes.formatter.use_mathtext": False,
-        "axes.unicode_minus": False, "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
+        "axes.formatter.useoffset": False, "axes.unicode_minus": False,
+        "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
         "legend.frameon": False, "legend.fontsize": 8, "axes.titlesize": 10, "axes.titleweight": "bold",
     }  # fmt: skip
     default: dict[str, Any] = {k: v for k, v in matplotlib.rcParamsDefault.items() if not k.startswith("backend")}
@@ -160,33 +154,14 @@ def _figure(salt: str) -> "Iterator[Figure]":
         yield Figure(figsize=(5.4, 3.2), layout="constrained")
 
 
-def _drawn(draw: "Callable[[Figure], None]", salt: str, kind: Kind) -> bytes:
-    """Return the file of a drawing."""
-    with _figure(salt) as figure:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.backends.backend_svg import FigureCanvasSVG
-
-        if kind == "png":
-            data = io.BytesIO()
-            canvas = FigureCanvasAgg(figure)
-            draw(figure)
-            figure.set_dpi(DOTS_PER_INCH)
-            canvas.print_png(data, metadata={"Software": None})  # type: ignore[no-untyped-call]
-            return data.getvalue()
-        text = io.StringIO()
-        svg = FigureCanvasSVG(figure)
-        draw(figure)
-        svg.print_svg(text, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))  # type: ignore[no-untyped-call]
-    return ("\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n").encode()
-
-
 # Charts ------------------------------------------------------------------------------------------------------------------
 
 
-def _figure_of(chart: Chart) -> "Callable[[Figure], None]":
+def draw_chart(chart: Chart) -> Drawing:
+    """Return the drawing of a chart."""
+
     def draw(figure: "Figure") -> None:
         axes = figure.add_subplot()
-        axes.set_title(chart.title, loc="left")
         axes.set_axisbelow(True)
         axes.tick_params(length=0)
         for name, spine in axes.spines.items():
@@ -209,13 +184,45 @@ def _figure_of(chart: Chart) -> "Callable[[Figure], None]":
                 axes.spines["bottom"].set_visible(False)
             case TimelineChart():
                 _timeline(axes, chart)
+        _title(axes, chart.title)
 
     return draw
 
 
+def _title(axes: "Axes", text: str) -> None:
+    """Set the title in as many lines as the width of the figure needs, beside the labels of the y axis and a colour bar."""
+    width = cast("Figure", axes.figure).get_figwidth() - 1.4
+    axes.set_title(textwrap.fill(text, int(11 * width)), loc="left")
+
+
+def _ticks(axis: "Axis", log: bool, ends: tuple[float, float]) -> None:
+    """Label an axis in plain text, where matplotlib writes LaTeX or a common factor; a short logarithmic one at 1, 2 and 5."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    if log:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if ends[1] < 100 * ends[0] else (1,)))
+        axis.set_minor_formatter(NullFormatter())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: axis_text(value)))
+
+
+def axis_text(value: float) -> str:
+    """Return a number as the page writes it.
+
+    >>> axis_text(0.02), axis_text(1e-7), axis_text(2.5e6), axis_text(3e-5)
+    ('0.02', '10⁻⁷', '2.5 M', '3·10⁻⁵')
+    """
+    if not value or 1e-3 <= abs(value) < 1e4:
+        return f"{value:.6g}"
+    if 1 <= abs(value) < 1e15:
+        return short(value)
+    front, exponent = f"{value:.2e}".split("e")
+    raised = str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return f"{'' if float(front) == 1 else f'{float(front):g}·'}10{raised}"
+
+
 def _lines(axes: "Axes", chart: LineChart) -> None:
     axis = chart.axes[0]
-    widths = {"strong": 1.8, "plain": 1.1, "dashed": 1.1, "faint": 0.7}
+    widths = {"strong": 1.8, "plain": 1.1, "dashed": 1.1, "faint": 0.7, "dots": 0.0}
     if chart.log_x:
         axes.set_xscale("log")
     if chart.log:
@@ -225,8 +232,10 @@ def _lines(axes: "Axes", chart: LineChart) -> None:
             continue
         colour = PALETTE[line.colour % len(PALETTE)]
         dashed = line.colour >= len(PALETTE) or line.style == "dashed"
-        axes.plot(line.x[axis], line.y, "--" if dashed else "-", color=colour, linewidth=widths[line.style], label=line.label,
-                  alpha=0.45 if line.style == "faint" else 1.0, marker="o" if line.marked else "", markersize=3)  # fmt: skip
+        dots = line.style == "dots"
+        axes.plot(line.x[axis], line.y, "" if dots else "--" if dashed else "-", color=colour, linewidth=widths[line.style],
+                  label=line.label, alpha=0.45 if line.style == "faint" else 1.0, markersize=5 if dots else 3,
+                  marker="o" if line.marked or dots else "")  # fmt: skip
         if line.low:
             axes.fill_between(line.x[axis], line.low, line.high, color=colour, alpha=0.18, linewidth=0)
     for at, text in chart.marks:
@@ -235,8 +244,11 @@ def _lines(axes: "Axes", chart: LineChart) -> None:
     if chart.ticks:
         axes.set_xticks([at for at, _ in chart.ticks], [text for _, text in chart.ticks])
         axes.set_xticks([], minor=True)
+    else:
+        _ticks(axes.xaxis, chart.log_x, axes.get_xlim())
     if chart.from_zero:
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    _ticks(axes.yaxis, chart.log, axes.get_ylim())
     axes.grid(axis="y", color=GRID, linewidth=0.6)
     axes.set_xlabel(axis)
     axes.set_ylabel(chart.y)
@@ -262,35 +274,46 @@ def _timeline(axes: "Axes", chart: TimelineChart) -> None:
 # Maps --------------------------------------------------------------------------------------------------------------------
 
 
-def _maps(section: Section) -> "dict[str, Callable[[Figure], None]]":
-    """Return drawings of the plan in force, the sensitivity and the bitwidths of a run."""
-    found: dict[str, Callable[[Figure], None]] = {}
+def _maps(section: "Section") -> dict[str, Drawing]:
+    """Return drawings of the plan in force, sensitivities, bitwidths and numerics of a run."""
+    found: dict[str, Drawing] = {}
     if (plans := section.plans) is not None:
         operands = [[plans.entries[at] for at in row] for row in plans.states[-1].cells]
         found["precision-map"] = precision_map(plans.grid, operands)
-    if section.snip is not None and section.plans is not None:
-        last = section.snip.sensitivities[-1]
-        values = [row[-1] if row and row[-1] > 0 else None for row in last.harm]
-        title = f"Estimated harm of {last.options[-1]} at step {last.measured:,}"
-        found["sensitivity-map"] = heat_map(section.plans.grid, values, title, log=True)
-    if (view := section.bitwidths) is not None:
-        title = f"Mean bitwidths at step {view.steps[-1]:,}"
-        found["bitwidth-map"] = heat_map(view.grid, view.means[-1], title, ends=view.scale)
+        if section.choices:
+            last = section.choices[-1]
+            for name, words, table in (
+                ("sensitivity-map", "Estimated harm", last.harm),
+                ("sensitivity-of-the-loss-map", "Estimated change of the loss", last.loss),
+                ("sensitivity-of-the-weights-map", "Estimated change of the weights", last.weights),
+            ):
+                values = {layer: row[-1] for layer, row in zip(last.layers, table, strict=True) if row[-1] > 0}
+                title = f"{words}: {last.options[-1]}, step {last.measured:,}"
+                found |= {name: heat_map(plans.grid, {"": values}, title, log=True)} if values else {}
+    if (bits := section.bitwidths) is not None:
+        means = {name: layer.mean for name, layer in bits.last.items()}
+        found["bitwidth-map"] = heat_map(bits.grid, {"": means}, f"Mean bitwidths at step {bits.history[-1][0]:,}", bits.scale)
+    if (view := section.numerics) is not None:
+        for share, histories in view.shares.items():
+            panels = {
+                name: {layer: value for layer, value in zip(view.grid.names, rows[-1], strict=True) if value is not None}
+                for name, rows in zip(OPERANDS, histories.values(), strict=True)
+            }
+            if any(value for values in panels.values() for value in values.values()):
+                title = f"Share of values that are {SHARES[share]}, step {view.steps[-1]:,}"
+                found[f"{_words(SHARES[share])}-map"] = heat_map(view.grid, panels, title)
     return found
 
 
-def precision_map(grid: LayerGrid, operands: "Sequence[Sequence[OperandPrecision]]") -> "Callable[[Figure], None]":
-    """Return a drawing of the formats of inputs, weights and gradients: a row of layers for each of them."""
-    colours = [[each.colours[0] for each in row] for row in operands]
+def precision_map(grid: LayerGrid, operands: Sequence[Sequence[OperandPrecision]]) -> Drawing:
+    """Return a drawing of the formats of inputs, weights and gradients, each in a panel."""
+    colours = {name: [each.colours[0] for each in row] for name, row in zip(OPERANDS, operands, strict=True)}
     used = {name: colour for row in operands for each in row for name, colour in zip(each.formats, each.colours, strict=True)}
 
     def draw(figure: "Figure") -> None:
         from matplotlib.patches import Patch
 
-        figure.set_size_inches(max(5.4, 0.16 * len(grid.columns) * 3 + 1.2), max(1.6, 0.22 * len(grid.rows) + 0.9))
-        for panel, (name, row) in enumerate(zip(OPERANDS, colours, strict=True), 1):
-            axes = figure.add_subplot(1, 3, panel)
-            _cells(axes, grid, row, name, labelled=panel == 1)
+        _panels(figure, grid, colours)
         patches = [Patch(color=colour, label=name) for name, colour in used.items()]
         figure.legend(handles=patches, loc="outside lower center", ncols=len(patches))
 
@@ -298,24 +321,45 @@ def precision_map(grid: LayerGrid, operands: "Sequence[Sequence[OperandPrecision
 
 
 def heat_map(
-    grid: LayerGrid, values: Sequence[float | None], title: str, *, ends: tuple[float, float] | None = None, log: bool = False
-) -> "Callable[[Figure], None]":
-    """Return a drawing of a number of each layer."""
+    grid: LayerGrid,
+    panels: Mapping[str, Mapping[str, float]],
+    title: str,
+    ends: tuple[float, float] | None = None,
+    *,
+    log: bool = False,
+) -> Drawing:
+    """Return a drawing of a number of each layer that has one, in panels with one colour bar; `ends` are those of the bar."""
 
     def draw(figure: "Figure") -> None:
         from matplotlib.cm import ScalarMappable
         from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize, to_hex
 
-        figure.set_size_inches(max(4.0, 0.16 * len(grid.columns) + 2.2), max(1.8, 0.22 * len(grid.rows) + 0.9))
-        known = [value for value in values if value is not None]
-        low, high = ends or (min(known, default=1.0), max(known, default=1.0))
-        norm = LogNorm(low, high if high > low else low * 1.01) if log else Normalize(low, high)
+        known = [value for values in panels.values() for value in values.values()]
+        low, high = ends or (min(known), max(known)) if known else (1.0, 1.0)
+        high = high if high > low else low * 1.01
+        norm = LogNorm(low, high) if log else Normalize(low, high)
         colours = LinearSegmentedColormap.from_list("dither", list(SEQUENCE))
-        axes = figure.add_subplot()
-        _cells(axes, grid, [None if value is None else to_hex(colours(norm(value))) for value in values], title)
-        figure.colorbar(ScalarMappable(norm, colours), ax=axes)
+        axes = _panels(figure, grid, {
+            name: [to_hex(colours(norm(values[layer]))) if layer in values else None for layer in grid.names]
+            for name, values in panels.items()
+        })  # fmt: skip
+        bar = figure.colorbar(ScalarMappable(norm, colours), ax=axes)
+        _ticks(bar.ax.yaxis, log, (low, high))
+        width = int(11 * figure.get_figwidth()) - 4
+        figure.suptitle(textwrap.fill(title, width), x=0.02, ha="left", fontsize=10, fontweight="bold")
 
     return draw
+
+
+def _panels(figure: "Figure", grid: LayerGrid, colours: Mapping[str, Sequence[str | None]]) -> "list[Axes]":
+    """Draw maps of layers side by side."""
+    width = max(5.4 if len(colours) > 1 else 4.0, 0.16 * len(grid.columns) * len(colours) + 2.2)
+    figure.set_size_inches(width, max(1.8, 0.22 * len(grid.rows) + 1.1))
+    found = []
+    for panel, (name, row) in enumerate(colours.items(), 1):
+        found.append(figure.add_subplot(1, len(colours), panel))
+        _cells(found[-1], grid, row, name, labelled=panel == 1)
+    return found
 
 
 def _cells(axes: "Axes", grid: LayerGrid, colours: Sequence[str | None], title: str, labelled: bool = True) -> None:
@@ -355,13 +399,12 @@ def line_images(layers: Sequence[str], line: Mapping[str, Any]) -> dict[str, Any
         grid = grid_of(layers)
         return {"maps/precision": pixels(precision_map(grid, plan_operands(grid.names, Plan.from_dict(line["plan"]))))}
     if line["kind"] == "bitwidths" and (found := layer_bits(line)):
-        grid = grid_of(list(found))
-        ends = math.floor(min(each.low for each in found.values())), math.ceil(max(each.high for each in found.values()))
-        means = [found[name].mean for name in grid.names]
-        title = f"Mean bitwidths at step {line['step']:,}"
-        return {"maps/bitwidths": pixels(heat_map(grid, means, title, ends=(ends[0], max(ends[1], ends[0] + 1))))}
+        means, title = {name: each.mean for name, each in found.items()}, f"Mean bitwidths at step {line['step']:,}"
+        return {"maps/bitwidths": pixels(heat_map(grid_of(list(found)), {"": means}, title, bit_scale(found.values())))}
     return {}
 
+
+# Number lines -----------------------------------------------------------------------------------------------------------
 
 MARKED = 8
 """Bits of the longest formats with a mark per value. Values of longer formats are closer than marks: they are a band."""
@@ -416,8 +459,7 @@ def write_number_lines(formats: Sequence[Format], path: Path) -> Path:
     if kind not in (".svg", ".png"):
         raise UserError(f"Number lines are written as .svg or .png, not as {path.name!r:.80}: as in --plot formats.svg.")
     lines = [number_line(format) for format in formats]
-    write_drawing(lambda figure: _draw(figure, lines), path, "number-lines", "svg" if kind == ".svg" else "png")
-    return path
+    return write_drawing(lambda figure: _draw(figure, lines), path)
 
 
 def _number(value: float) -> str:

@@ -12,16 +12,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from dither import files
 from dither.errors import UserError
 from dither.evaluate.estimates import Estimate, estimate
-from dither.report.charts import PALETTE
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from dither.report.charts import Line, LineChart
+from dither.report.run_folder import number
 
 FORMAT, VERSION = "dither-ladder-run", 1
 """The format of a result's file; files of another version are refused."""
@@ -93,10 +90,11 @@ class Result:
             raise files.Refused(f"it has version {data.get('version')!r:.20}, and this is version {VERSION}")
         given: dict[str, Any] = {each.name: data.get(each.name) for each in fields(cls)}
         numbers, optional = ("ratio", "parameters", "tokens", "seconds"), ("loss", "bits_per_byte", "tokens_per_s", "memory")
-        sound = all(_number(given[name]) for name in numbers) and all(given[n] is None or _number(given[n]) for n in optional)
+        sound = None not in [number(given[name]) for name in numbers]
+        sound &= all(given[name] is None or number(given[name]) is not None for name in optional)
         sound &= all(isinstance(given[name], str) for name in ("arm", "model", "kind", "status", "why"))
         sound &= type(given["seed"]) is int and all(isinstance(given[name], dict) for name in ("machine", "config"))
-        sound &= given["status"] in ("diverged", "failed") or (given["status"] == "done" and _number(given["loss"]))
+        sound &= given["status"] in ("diverged", "failed") or (given["status"] == "done" and number(given["loss"]) is not None)
         if not sound:
             raise files.Refused("it is damaged: a value is missing or of another type")
         try:
@@ -105,10 +103,6 @@ class Result:
         except (TypeError, ValueError):
             raise files.Refused("it is damaged: a curve is not a list of pairs of numbers") from None
         return cls(**given)
-
-
-def _number(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
 
 
 def read_result(path: Path) -> Result | str:
@@ -209,7 +203,7 @@ def _least_squares(points: Sequence[tuple[float, float, float]], *, of_size: boo
 
 
 @dataclass(frozen=True)
-class Row:
+class RungRow:
     """An arm on one rung: a model with a number of tokens."""
 
     model: str
@@ -279,7 +273,7 @@ class LadderReport:
         ]
 
     @cached_property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[RungRow]:
         """One row per rung and arm that has a run."""
         found = []
         for rung in self.rungs:
@@ -292,11 +286,9 @@ class LadderReport:
                 speeds = [run.tokens_per_s for run in runs if run.tokens_per_s]
                 notes = [f"seed {run.seed} {run.status}: {run.why}" for run in runs if run.status != "done"]
                 difference = estimate(pairs) if arm != self.baseline else None
-                speed = statistics.median(speeds) if speeds else None
+                speed, loss = statistics.median(speeds) if speeds else None, estimate(list(losses.values()))
                 parameters, model, tokens = rung
-                found.append(
-                    Row(model, parameters, tokens, arm, estimate(list(losses.values())), difference, speed, "; ".join(notes))
-                )
+                found.append(RungRow(model, parameters, tokens, arm, loss, difference, speed, "; ".join(notes)))
         return found
 
     def law_of(self, model: str) -> Law | None:
@@ -330,7 +322,7 @@ class LadderReport:
                 continue
             base = law.loss(row.parameters, row.tokens)
 
-            def factor(difference: float, law: Law = law, row: Row = row, base: float = base) -> float:
+            def factor(difference: float, law: Law = law, row: RungRow = row, base: float = base) -> float:
                 return law.tokens_for(row.parameters, base - difference) / row.tokens
 
             mean, half = row.difference.mean, row.difference.interval
@@ -406,7 +398,7 @@ def count(number: float) -> str:
     return f"{number / 1e6:.0f} M" if number >= 1e8 else f"{number / 1e6:.1f} M" if number >= 1e6 else f"{number / 1e3:.1f} k"
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: RungRow) -> tuple[str, ...]:
     rung, seeds = (row.model, count(row.parameters), count(row.tokens)), str(row.loss.count if row.loss else 0)
     return *rung, f"`{row.arm}`", seeds, _interval(row.loss, False), _interval(row.difference, True), row.note
 
@@ -436,7 +428,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def write_ladder(report: LadderReport, folder: Path) -> list[Path]:
-    """Write ladder.md, ladder.json and, if matplotlib is installed, losses.svg and differences.svg; return the paths."""
+    """Write ladder.md, ladder.json and, if matplotlib is installed, the figures; return the paths."""
     paths = [folder / "ladder.md", folder / "ladder.json"]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -444,58 +436,39 @@ def write_ladder(report: LadderReport, folder: Path) -> list[Path]:
         files.replace(paths[1], files.to_json(report.to_dict(), "ladder.json"))
     except OSError as error:
         raise UserError(f"The report cannot be written into {str(folder)!r}: {files.reason(error, folder)}.") from None
-    if not report.rows or importlib.util.find_spec("matplotlib") is None:
-        return paths
-    from dither.report.figures import write_drawing
+    if report.rows and importlib.util.find_spec("matplotlib") is not None:
+        from dither.report.figures import draw_chart, write_drawing
 
-    for name, draw in (("losses", draw_losses), ("differences", draw_differences)):
-        paths.append(folder / f"{name}.svg")
-        write_drawing(lambda figure, draw=draw: draw(report, figure), paths[-1], name, "svg")  # type: ignore[misc]
+        paths += [write_drawing(draw_chart(chart), folder / f"{name}.svg") for name, chart in charts(report).items()]
     return paths
 
 
-def draw_losses(report: LadderReport, figure: "Figure") -> None:
-    """Draw final losses over tokens, a curve for each model and arm, and the baseline's law."""
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-
-    axes = figure.add_subplot()
+def charts(report: LadderReport) -> dict[str, LineChart]:
+    """Return the charts by their file names: final losses over tokens, and for each model differences from the baseline."""
     models = list(dict.fromkeys(model for _, model, _ in report.rungs))
-    for arm, colour in _colours(report).items():
-        for model in models:
-            points = report.points(arm, model)
-            tokens, losses = [point[1] / 1e6 for point in points], [point[2] for point in points]
-            axes.plot(
-                tokens, losses, "o-", color=colour, markersize=3, linewidth=0.8, label=arm if model == models[0] else None
-            )
-            if arm == report.baseline and points and (law := report.law_of(model)) is not None:
-                further = [tokens[0] * (2 * tokens[-1] / tokens[0]) ** (at / 40) for at in range(41)]
-                fitted = [law.loss(points[0][0], each * 1e6) for each in further]
-                axes.plot(further, fitted, "--", color=colour, linewidth=0.8)
-                axes.annotate(model, (further[-1], fitted[-1]), fontsize=7, ha="right", va="top")
-    axes.set(xscale="log", xlabel="million tokens", ylabel="held-out loss, nats per token")
-    axes.set_title("Final losses, and the baseline's law")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    figure.set_figwidth(7.0)
-    figure.legend(loc="outside right center")
+    lines = []
+    for (colour, arm), model in itertools.product(enumerate(report.arms), models):
+        sizes, tokens, losses = zip(*report.points(arm, model), strict=True) if report.points(arm, model) else ((), (), ())
+        if not sizes:
+            continue
+        # One entry of the legend for the curves of an arm.
+        lines.append(Line(arm if model == models[0] else "", {"tokens": tokens}, losses, colour, marked=True))
+        if arm == report.baseline and (law := report.law_of(model)) is not None:
+            further = tuple(tokens[0] * (2 * tokens[-1] / tokens[0]) ** (at / 40) for at in range(41))
+            fitted = tuple(law.loss(sizes[0], each) for each in further)
+            lines.append(Line(f"law of {model}", {"tokens": further}, fitted, colour, "dashed"))
+    title = "Final losses, and the baseline's law"
+    found = {"losses": LineChart(title, "nats per token", ("tokens",), tuple(lines), log_x=True)}
+    for rung in {model: (parameters, model, tokens) for parameters, model, tokens in report.rungs}.values():
+        drawn = [line for colour, arm in enumerate(report.arms) for line in _difference(report, arm, rung, colour)]
+        title = f"{rung[1]}, {count(rung[2])} tokens: held-out loss minus {report.baseline}"
+        chart = LineChart(title, "nats per token", ("tokens",), tuple(drawn))
+        found |= {f"differences-{rung[1]}": chart} if drawn else {}
+    return found
 
 
-def draw_differences(report: LadderReport, figure: "Figure") -> None:
-    """Draw held-out losses minus those of the baseline during each model's longest runs, with 95 % confidence bands."""
-    longest = {model: (parameters, model, tokens) for parameters, model, tokens in report.rungs}
-    figure.set_size_inches(3.6 * len(longest) + 1.6, 3.2)
-    panels = figure.subplots(1, len(longest), squeeze=False)[0]
-    for axes, rung in zip(panels, longest.values(), strict=True):
-        for arm, colour in _colours(report).items():
-            _draw_difference(report, axes, arm, rung, colour)
-        axes.set(title=f"{rung[1]}, {count(rung[2])} tokens", xlabel="million tokens")
-    panels[0].set_ylabel(f"held-out loss minus {report.baseline}")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center")
-
-
-def _draw_difference(report: LadderReport, axes: "Axes", arm: str, rung: tuple[int, str, int], colour: str) -> None:
+def _difference(report: LadderReport, arm: str, rung: tuple[int, str, int], colour: int) -> list[Line]:
+    """Return the differences from the baseline during the runs of an arm, with their 95 % confidence intervals."""
     base = {run.seed: dict(run.held_out) for run in report.runs(report.baseline, rung)}
     pairs: dict[int, list[float]] = {}
     for run in report.runs(arm, rung):
@@ -504,13 +477,9 @@ def _draw_difference(report: LadderReport, axes: "Axes", arm: str, rung: tuple[i
                 pairs.setdefault(tokens, []).append(loss - base[run.seed][tokens])
     most = max(map(len, pairs.values()), default=0)
     means = {tokens: mean for tokens, values in sorted(pairs.items()) if len(values) == most and (mean := estimate(values))}
-    x = [tokens / 1e6 for tokens in means]
-    axes.plot(x, [mean.mean for mean in means.values()], color=colour, linewidth=1.1, label=arm)
-    if most > 1 and arm != report.baseline:
-        low = [mean.mean - (mean.interval or 0.0) for mean in means.values()]
-        high = [mean.mean + (mean.interval or 0.0) for mean in means.values()]
-        axes.fill_between(x, low, high, color=colour, alpha=0.12, linewidth=0)
-
-
-def _colours(report: LadderReport) -> dict[str, str]:
-    return {arm: PALETTE[number % len(PALETTE)] for number, arm in enumerate(report.arms)}
+    banded = most > 1 and arm != report.baseline
+    low, high = (
+        tuple(mean.mean + sign * (mean.interval or 0.0) for mean in means.values()) if banded else () for sign in (-1, 1)
+    )
+    x, y = {"tokens": tuple(map(float, means))}, tuple(mean.mean for mean in means.values())
+    return [Line(arm, x, y, colour, "plain", low, high)] if means else []

@@ -6,35 +6,34 @@ import itertools
 import json
 import os
 import shlex
-import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from dither import files
 from dither.errors import UserError
-from dither.report import curves
-from dither.report.charts import (
-    PALETTE,
-    PALETTE_DARK,
-    SEQUENCE,
-    Chart,
-    Line,
-    LineChart,
-    PartChart,
-    Table,
-    duration,
-    fixed,
-    plain,
-    share,
-    short,
-    size,
+from dither.report import charts
+from dither.report.charts import AXES, PALETTE, PALETTE_DARK, SEQUENCE, Chart, Group, PartChart, Table, duration, fixed, plain
+from dither.report.comparison import Comparison
+from dither.report.layers import (
+    bitwidth_view,
+    first_nonfinite,
+    frontier_chart,
+    new_problems,
+    numerics_view,
+    pipeline_chart,
+    plan_history,
+    reasons_table,
+    snip_choices,
 )
-from dither.report.comparison import Comparison, Summary, summarize
-from dither.report.layers import BitwidthView, NumericsView, bitwidth_view, first_nonfinite, new_problems, numerics_view
-from dither.report.precision import PlanHistory, SnipView, plan_history, snip_view
-from dither.report.run_folder import RunFolder, number, read_all
+from dither.report.run_folder import STATES, RunFolder, event_of, number, read_all
+from dither.report.run_table import summarize
+
+VERSION = 2
+"""Version of the data in a page."""
 
 MOST_SHOWN = 200
 """Maximum number of samples and of events per run; the last ones are shown."""
@@ -43,50 +42,40 @@ LONGEST_SHOWN = 4000
 """Maximum number of characters of a sample."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Section:
-    """Contents of a page about one run. Charts are named by their ids; what a run does not have is None or empty."""
+    """Contents of a page about one run, the `at`-th of the page; what the run does not have is None or empty."""
 
-    id: str
-    run: RunFolder
-    summary: Summary
-    lead: str
-    tiles: tuple[tuple[tuple[str, str], ...], ...]
-    """Key figures as (value, label), in rows of nearly equal length."""
-    again: str
-    """Command that trains the run again."""
-    plans: PlanHistory | None
-    plan_text: str
-    changes: Table | None
-    """Layers whose precision differs between the first plan and the plan in force."""
-    snip: SnipView | None
-    bitwidths: BitwidthView | None
-    numerics: NumericsView | None
-    nonfinite: str
-    samples: tuple[Mapping[str, Any], ...]
-    events: Table | None
-    command: str
-    environment: Table
-    layers: Table
-    left: Table
-    missing: tuple[str, ...]
-    charts: Mapping[str, Chart] = field(default_factory=dict)
-    snip_charts: tuple[str, ...] = ()
-    pipeline: str = ""
-    bitwidth_charts: tuple[str, ...] = ()
-    numerics_charts: tuple[str, ...] = ()
-    part_charts: tuple[str, ...] = ()
+    def __init__(self, run: RunFolder, at: int = 0) -> None:
+        self.id, self.run, self.summary = f"run-{at}", run, summarize(run)
+        self.plans, unread = plan_history(run)
+        self.choices, missing = snip_choices(run, self.plans) if self.plans is not None else ((), [])
+        self.missing = (*run.missing, *unread, *missing)
+        """Sentences about what cannot be read."""
+        self.bitwidths, self.numerics, self.nonfinite = bitwidth_view(run), numerics_view(run), first_nonfinite(run)
+        named: dict[str, dict[str, Chart | None]] = {"snip": {}, "bitwidths": {}, "numerics": {}, "parts": {}}
+        if self.choices:
+            named["snip"] = {"frontier": frontier_chart(self.choices[-1]), "pipeline": pipeline_chart(self.choices[-1])}
+        if self.bitwidths is not None:
+            named["bitwidths"] = dict(zip(("spread", "histogram"), self.bitwidths.charts(), strict=True))
+        if self.numerics is not None:
+            named["numerics"] = {f"updates-{n}": chart for n, chart in enumerate(self.numerics.updates)}
+        named["parts"] = {f"parts-{n}": chart for n, chart in enumerate(self._parts())}
+        self.charts: dict[str, dict[str, Chart]] = {
+            part: {f"{self.id}-{name}": chart for name, chart in found.items() if chart is not None}
+            for part, found in named.items()
+        }
+        """Charts by their ids, for each part of the page."""
 
     @property
     def contents(self) -> tuple[tuple[str, str], ...]:
-        """Return the ids and names of the parts that the page of this run has."""
+        """The ids and names of the parts that the page of this run has."""
         parts = (
             ("overview", "Overview", True),
             ("", "Loss and speed", bool(self.run.curve("train", "loss") or self.run.curve("eval", "loss"))),
             ("precision", "Precision", self.plans is not None),
             ("bitwidths", "Bitwidths", self.bitwidths is not None),
             ("numerics", "Numerics", self.numerics is not None or bool(self.nonfinite)),
-            ("parts", "Memory and time", bool(self.part_charts)),
+            ("parts", "Memory and time", bool(self.charts["parts"])),
             ("text", "Text", bool(self.samples)),
             ("events", "Events", self.events is not None),
             ("setup", "Setup", True),
@@ -97,245 +86,161 @@ class Section:
         """Return what the page draws about the run, with its key figures in full precision."""
         found: dict[str, Any] = {}
         if self.plans is not None:
-            found |= {"grid": self.plans.grid, "plans": self.plans.to_dict()}
-        if self.snip is not None:
-            found["sensitivities"] = self.snip.sensitivities
-        if self.bitwidths is not None:
-            found["bitwidths"] = self.bitwidths.to_dict()
-        if self.numerics is not None:
-            found["numerics"] = self.numerics.to_dict()
+            choices = [choice.to_dict(self.plans.grid.names) for choice in self.choices]
+            found = {"grid": self.plans.grid, "plans": self.plans.to_dict(), "sensitivities": choices}
+        found |= {} if self.bitwidths is None else {"bitwidths": self.bitwidths.to_dict()}
+        found |= {} if self.numerics is None else {"numerics": self.numerics.to_dict()}
         return {**asdict(self.summary), **plain(found)}
 
+    # Overview ----------------------------------------------------------------------------------------------------------
 
-def section_of(run: RunFolder, at: int = 0) -> Section:
-    """Return the contents of a page about a run, which is the `at`-th of the page."""
-    name, missing = f"run-{at}", list(run.missing)
-    plans, unread = plan_history(run)
-    missing += unread
-    snip: SnipView | None = None
-    if plans is not None:
-        snip, unread = snip_view(run, plans)
-        missing += unread
-    bitwidths, numerics = bitwidth_view(run), numerics_view(run)
-    charts: dict[str, Chart] = {}
-    if snip is not None and snip.frontier is not None:
-        charts[f"{name}-frontier"] = snip.frontier
-    snip_charts = tuple(charts)
-    if snip is not None and snip.pipeline is not None:
-        charts[f"{name}-pipeline"] = snip.pipeline
-    bitwidth_charts: dict[str, Chart] = {}
-    if bitwidths is not None:
-        bitwidth_charts = {f"{name}-spread": spread_chart(bitwidths), f"{name}-histogram": bitwidths.histogram}
-    updates: dict[str, Chart] = {}
-    if numerics is not None:
-        updates = {f"{name}-updates-{number}": chart for number, chart in enumerate(numerics.updates)}
-    parts: dict[str, Chart] = {f"{name}-parts-{number}": chart for number, chart in enumerate(part_charts(run))}
-    summary = summarize(run)
-    return Section(
-        id=name,
-        run=run,
-        summary=summary,
-        lead=_lead(run, summary),
-        tiles=_tiles(run, summary, plans, bitwidths),
-        again=f"dither train {shlex.quote(str(run.folder / 'config.toml'))} --out {shlex.quote(f'{run.folder}-again')}"
-        if run.config_text
-        else "",
-        plans=plans,
-        plan_text=_plan_text(plans),
-        changes=None if plans is None else _changes(plans),
-        snip=snip,
-        bitwidths=bitwidths,
-        numerics=numerics,
-        nonfinite=first_nonfinite(run),
-        samples=tuple(
-            {"step": line["step"], "prompt": _words(line.get("prompt")), "text": _words(line.get("text"))}
-            for line in run.of("sample")[-MOST_SHOWN:]
-        ),
-        events=_events(run),
-        command=_command(run),
-        environment=_environment(run),
-        layers=_layers(run),
-        left=Table("Left as they were", ("module", "why"), tuple((each.name, each.why) for each in run.left)),
-        missing=tuple(missing),
-        charts={**charts, **bitwidth_charts, **updates, **parts},
-        snip_charts=snip_charts,
-        pipeline=f"{name}-pipeline" if f"{name}-pipeline" in charts else "",
-        bitwidth_charts=tuple(bitwidth_charts),
-        numerics_charts=tuple(updates),
-        part_charts=tuple(parts),
-    )
+    @property
+    def lead(self) -> str:
+        """What was trained, in which precision, and how it ended."""
+        model, sources = self.run.section("model"), self.run.section("data").get("sources")
+        trained = next((model[key] for key in ("preset", "hf") if isinstance(model.get(key), str)), "")
+        words = [each for each in sources if isinstance(each, str)] if isinstance(sources, list) else []
+        on = f" on {words[0]}{f' and {len(words) - 1} more' if len(words) > 1 else ''}" if words else ""
+        ended = f"{STATES[self.summary.state]} after {self.summary.steps:,} steps"
+        parts = (f"{trained}{on}" if trained else on.strip(), self.summary.precision or "precision not known", ended)
+        return _words(" · ".join(part for part in parts if part))
 
-
-# Overview ----------------------------------------------------------------------------------------------------------------
-
-
-def _lead(run: RunFolder, summary: Summary) -> str:
-    """Return a line about what was trained, in which precision, and how it ended."""
-    model = run.config.get("model")
-    model = model if isinstance(model, dict) else {}
-    trained = next((model[key] for key in ("preset", "hf") if isinstance(model.get(key), str)), "")
-    sources = (run.config.get("data") or {}).get("sources") if isinstance(run.config.get("data"), dict) else None
-    words = [each for each in sources if isinstance(each, str)] if isinstance(sources, list) else []
-    on = f" on {words[0]}{f' and {len(words) - 1} more' if len(words) > 1 else ''}" if words else ""
-    ended = f"{summary.state} after {summary.steps:,} steps"
-    parts = (f"{trained}{on}" if trained else on.strip(), summary.precision or "precision not known", ended)
-    return _words(" · ".join(part for part in parts if part))
-
-
-def _tiles(
-    run: RunFolder, summary: Summary, plans: PlanHistory | None, bitwidths: BitwidthView | None
-) -> tuple[tuple[tuple[str, str], ...], ...]:
-    """Return the key figures that the run has, in rows of nearly equal length."""
-    precision = None
-    if plans is not None:
-        work = {layer.name: layer.share for layer in run.layers}
-        shares = [work.get(name) for name in plans.grid.names]
-        known = [1.0 if each is None else each for each in shares]
-        precision = plans.bits(len(plans.states) - 1, known if any(known) else [1.0] * len(known))
-    found = (
-        (fixed(summary.loss), "held-out loss, nats per token", summary.loss),
-        (fixed(summary.bits_per_byte), "bits per byte", summary.bits_per_byte),
-        (short(summary.tokens_per_s), "tokens per second, median", summary.tokens_per_s),
-        (size(summary.memory), "peak memory", summary.memory),
-        (f"{precision or 0.0:.1f} bits", "per operand of a product", precision),
-        (f"{0.0 if bitwidths is None else bitwidths.mean:.2f} bits", "learned, per weight", bitwidths),
-        (short(summary.parameters), "parameters", summary.parameters),
-        (short(summary.tokens), "tokens of training", summary.tokens),
-        (duration(summary.seconds), "time", summary.seconds),
-    )
-    there = [(text, label) for text, label, value in found if value is not None]
-    rows = -(-len(there) // 5)
-    ends = [round(len(there) * row / rows) for row in range(rows + 1)] if there else [0]
-    return tuple(tuple(there[begin:end]) for begin, end in itertools.pairwise(ends))
-
-
-def _plan_text(plans: PlanHistory | None) -> str:
-    if plans is None:
-        return ""
-    changes = sum(state.changed for state in plans.states[1:])
-    if len(plans.states) == 1:
-        return "The plan did not change."
-    return f"The plan changed {'once' if changes == 1 else f'{changes} times'}; the map shows the plan in force."
-
-
-def _changes(plans: PlanHistory) -> Table | None:
-    """Return the layers whose precision differs between the first and the last plan."""
-    first, last = plans.states[0].cells, plans.states[-1].cells
-    rows = []
-    for at, name in enumerate(plans.grid.names):
-        texts = ["/".join(plans.entries[row[at]].text for row in cells) for cells in (first, last)]
-        if texts[0] != texts[1]:
-            rows.append((name, *texts))
-    if not rows:
-        return None
-    title = f"Difference between the first plan and the plan in force: {len(rows)} of {len(plans.grid.names)} layers"
-    return Table(title, ("layer", "input/weight/gradient at first", "in force"), tuple(rows))
-
-
-# Bitwidths, memory and time ------------------------------------------------------------------------------------------------
-
-
-def spread_chart(view: BitwidthView) -> LineChart:
-    """Return the bitwidths of all layers at the end: mean and deviation, smallest and largest (GaussWS, Figure 6)."""
-    order = [at for at, mean in enumerate(view.means[-1]) if mean is not None]
-    x = {"layer": tuple(float(n) for n in range(len(order)))}
-    means, lows, highs = ([table[-1][at] or 0.0 for at in order] for table in (view.means, view.lows, view.highs))
-    deviations = [view.deviations[-1][at] for at in order]
-    known = all(each is not None for each in deviations)
-    low, high = (
-        tuple(mean + sign * (each or 0.0) for mean, each in zip(means, deviations, strict=True)) if known else ()
-        for sign in (-1, 1)
-    )
-    blocks = [view.grid.columns[view.grid.places[at][1]] for at in order]
-    ticks = tuple((float(n), block or "other") for n, block in enumerate(blocks) if n == 0 or block != blocks[n - 1])
-    lines = (
-        Line("mean ± deviation" if known else "mean", x, tuple(means), 0, "strong", low, high, marked=len(order) <= 64),
-        Line("largest", x, tuple(highs), 0, "plain"),
-        Line("smallest", x, tuple(lows), 0, "dashed"),
-    )
-    about = f"Blocks of each layer at step {view.steps[-1]:,}; layers in the order of the model, labelled by their block."
-    return LineChart("Bitwidths of all layers", "bits", ("layer",), lines, about, ticks=ticks)
-
-
-def part_charts(run: RunFolder) -> tuple[PartChart, ...]:
-    """Return the memory and the time of a run by part, as far as they are recorded."""
-    found = []
-    lines = run.of("memory")
-    if lines and (parts := _parts(lines[-1].get("parts"))):
-        peak = summarize(run).memory
-        about = "Between steps, on one rank." + ("" if peak is None else " The rest up to the peak: activations and workspace.")
-        rest = 0.0 if peak is None else peak - sum(parts.values())
-        parts |= {"activations, workspace": rest} if rest > 0 else {}
-        found.append(PartChart("Memory by part", tuple((name, value, size(value)) for name, value in parts.items()), about))
-    times: dict[str, float] = {}
-    for line in run.of("seconds"):
-        for name, value in _parts(line.get("parts")).items():
-            times[name] = times.get(name, 0.0) + value
-    if times:
-        rows = tuple((name, value, duration(value)) for name, value in sorted(times.items(), key=lambda each: -each[1]))
-        about = (
-            "Forward, backward and optimizer are those of all steps, with compilation; on a GPU they are the times on its "
-            "stream. The rest of training has data and launches. Steps done again after a resume count twice."
+    @property
+    def tiles(self) -> tuple[tuple[tuple[str, str], ...], ...]:
+        """The key figures that the run has as (value, label), in rows of nearly equal length."""
+        bits = None if self.plans is None else self.plans.bits({layer.name: layer.share for layer in self.run.layers})
+        learned, summary = None if self.bitwidths is None else self.bitwidths.mean, self.summary
+        found = (
+            (summary.loss, fixed, "held-out loss, nats per token"),
+            (summary.bits_per_byte, fixed, "bits per byte"),
+            (summary.tokens_per_s, charts.short, "tokens per second, median"),
+            (summary.memory, charts.size, "peak memory"),
+            (bits, "{:.1f} bits".format, "per operand of a product"),
+            (learned, "{:.2f} bits".format, "learned, per weight"),
+            (summary.parameters, charts.short, "parameters"),
+            (summary.tokens, charts.short, "tokens of training"),
+            (summary.seconds, duration, "time"),
         )
-        found.append(PartChart("Time by part", rows, about))
-    return tuple(found)
+        there = [(text(value), label) for value, text, label in found if value is not None]
+        rows = -(-len(there) // 5)
+        ends = [round(len(there) * row / rows) for row in range(rows + 1)] if there else [0]
+        return tuple(tuple(there[begin:end]) for begin, end in itertools.pairwise(ends))
+
+    @property
+    def again(self) -> str:
+        """The command that trains the run again."""
+        paths = shlex.quote(str(self.run.folder / "config.toml")), shlex.quote(f"{self.run.folder}-again")
+        return f"dither train {paths[0]} --out {paths[1]}" if self.run.config_text else ""
+
+    # Precision ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def plan_text(self) -> str:
+        """A sentence about changes of the plan."""
+        if self.plans is None or len(self.plans.states) == 1:
+            return "The plan did not change."
+        changes = sum(state.changed for state in self.plans.states[1:])
+        return f"The plan changed {'once' if changes == 1 else f'{changes} times'}; the map shows the plan in force."
+
+    @property
+    def changes(self) -> Table | None:
+        """Layers whose precision differs between the first plan and the plan in force."""
+        if self.plans is None:
+            return None
+        rows = []
+        for at, name in enumerate(self.plans.grid.names):
+            first, last = ("/".join(self.plans.entries[row[at]].text for row in self.plans.states[n].cells) for n in (0, -1))
+            rows += [(name, first, last)] if first != last else []
+        title = f"Difference between the first plan and the plan in force: {len(rows)} of {len(self.plans.grid.names)} layers"
+        return Table(title, ("layer", "input/weight/gradient at first", "in force"), tuple(rows)) if rows else None
+
+    @property
+    def reasons(self) -> Table | None:
+        """Why SNIP chose the precision of each layer."""
+        return reasons_table(self.choices[-1]) if self.choices else None
+
+    # Memory, time, text and events -------------------------------------------------------------------------------------
+
+    def _parts(self) -> list[PartChart]:
+        """Return the memory and the time of the run by part, as far as they are recorded."""
+        found = []
+        lines = self.run.of("memory")
+        if lines and (parts := _numbers(lines[-1].get("parts"))):
+            rest = 0.0 if self.summary.memory is None else self.summary.memory - sum(parts.values())
+            parts |= {"activations, workspace": rest} if rest > 0 else {}
+            about = "Between steps, on one rank." + (" The rest up to the peak: activations and workspace." if rest > 0 else "")
+            texts = tuple((name, value, charts.size(value)) for name, value in parts.items())
+            found.append(PartChart("Memory by part", texts, about))
+        times: dict[str, float] = {}
+        for line in self.run.of("seconds"):
+            for name, value in _numbers(line.get("parts")).items():
+                times[name] = times.get(name, 0.0) + value
+        if times:
+            rows = tuple((name, value, duration(value)) for name, value in sorted(times.items(), key=lambda each: -each[1]))
+            about = (
+                "Forward, backward and optimizer are those of all steps, with compilation; on a GPU they are the times on its "
+                "stream. The rest of training has data and launches. Steps done again after a resume count twice."
+            )
+            found.append(PartChart("Time by part", rows, about))
+        return found
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """Text that the model wrote, with steps and prompts."""
+        lines = self.run.of("sample")[-MOST_SHOWN:]
+        return [{"step": line["step"], **{key: _words(line.get(key)) for key in ("prompt", "text")}} for line in lines]
+
+    @cached_property
+    def events(self) -> Table | None:
+        """Events in the order of steps: messages of the guard, plans, resumes, new problems, and how the run ended."""
+        run = self.run
+        lines = [line for kind in ("guard", "plan", "start") for line in run.of(kind) if kind != "plan" or line["step"] > 0]
+        found = [(line["step"], *map(_words, event_of(line))) for line in lines if event_of(line)[0] != "started"]
+        found += [(step, "numerics", _words(text)) for step, text in new_problems(run)]
+        found.sort(key=lambda event: event[0])
+        if run.status.get("why"):
+            found.append((run.steps, run.state, _words(run.status["why"])))
+        rows = tuple((f"{step:,}", kind, text) for step, kind, text in found[-MOST_SHOWN:])
+        return Table("Events", ("step", "event", "details"), rows, (0,)) if rows else None
+
+    # Setup -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def command(self) -> str:
+        """The command that started the run."""
+        command = self.run.environment.get("command")
+        return shlex.join([word for word in command if isinstance(word, str)] if isinstance(command, list) else [])
+
+    @property
+    def environment(self) -> Table:
+        """The machine and versions."""
+        rows = tuple((str(key), _words(value)) for key, value in self.run.environment.items() if key != "command")
+        return Table("Machine and versions", ("", ""), rows)
+
+    @property
+    def layers(self) -> Table:
+        """The converted layers."""
+        rows = tuple(
+            (each.name, each.precision, each.engine, "" if each.share is None else charts.share(each.share))
+            for each in self.run.layers
+        )
+        return Table("Layer by layer", ("layer", "precision at first", "computed by", "share of work"), rows, (3,))
+
+    @property
+    def left(self) -> Table:
+        """The modules that were not converted."""
+        return Table("Left as they were", ("module", "why"), self.run.left)
 
 
-def _parts(value: object) -> dict[str, float]:
+def _numbers(value: object) -> dict[str, float]:
     known = {name: number(each) for name, each in value.items()} if isinstance(value, dict) else {}
     return {name: each for name, each in known.items() if each is not None and each > 0}
-
-
-# Events and setup ------------------------------------------------------------------------------------------------------------
-
-
-def _events(run: RunFolder) -> Table | None:
-    """Return events in the order of steps: messages of the guard, plans, resumes, new problems, and how the run ended."""
-    found = []
-    for line in run.of("guard"):
-        found.append((line["step"], _words(line.get("event")) or "guard", _words(line.get("text"))))
-    for line in run.of("plan"):
-        if line["step"] > 0:
-            found.append((line["step"], "plan", _words(line.get("reason"))))
-    for line in run.of("start"):
-        if line.get("resumed_from") is not None:
-            found.append((line["step"], "resumed", f"from the checkpoint of step {_words(line['resumed_from'])}"))
-    found += [(step, "numerics", _words(text)) for step, text in new_problems(run)]
-    found.sort(key=lambda event: event[0])
-    if run.status.get("why"):
-        found.append((run.steps, run.state, _words(run.status["why"])))
-    rows = tuple((f"{step:,}", kind, text) for step, kind, text in found[-MOST_SHOWN:])
-    return Table("Events", ("step", "event", "details"), rows, (0,)) if rows else None
-
-
-def _command(run: RunFolder) -> str:
-    command = run.environment.get("command")
-    return shlex.join([word for word in command if isinstance(word, str)] if isinstance(command, list) else [])
-
-
-def _environment(run: RunFolder) -> Table:
-    rows = tuple((str(key), _words(value)) for key, value in run.environment.items() if key != "command")
-    return Table("Machine and versions", ("", ""), rows)
-
-
-def _layers(run: RunFolder) -> Table:
-    rows = tuple(
-        (each.name, each.precision, each.engine, "" if each.share is None else share(each.share)) for each in run.layers
-    )
-    return Table("Layer by layer", ("layer", "precision at first", "computed by", "share of work"), rows, (3,))
 
 
 def _words(value: object) -> str:
     """Return a value from a file as text of bounded length."""
     text = value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]} ... ({len(text):,} characters)"
-
-
-VERSION = 2
-"""Version of the data in a page."""
-
-AXES = {"steps": "steps", "tokens": "tokens", "seconds": "time", "FLOPs": "FLOPs"}
-"""Words of the switch between x axes."""
 
 
 class Report:
@@ -361,20 +266,19 @@ class Report:
         self.comparison = comparison if comparison is not None or len(runs) == 1 else Comparison.of_runs(runs)
         self.charts: dict[str, Chart] = {}
         """Charts by id, in the order of the page."""
-        groups = curves.groups_of(runs, self.comparison if len(runs) > 1 else None)
-        sweep = None if self.comparison is None else curves.sweep_chart(self.comparison)
-        loss, difference = curves.loss_chart(groups), curves.difference_chart(groups)
-        for name, chart in (("sweep", sweep), ("loss", loss), ("difference", difference)):
-            self.charts |= {} if chart is None else {name: chart}
-        self.charts |= {f"curve-{number}": chart for number, chart in enumerate(curves.other_charts(groups))}
+        groups = self.comparison.groups(runs) if self.comparison is not None else (Group(runs[0].name, {0: runs[0]}, 0),)
+        sweep = None if self.comparison is None else self.comparison.sweep_chart()
+        losses = {"sweep": sweep, "loss": charts.loss_chart(groups), "difference": charts.difference_chart(groups)}
+        self.charts |= {name: chart for name, chart in losses.items() if chart is not None}
+        self.charts |= {f"curve-{number}": chart for number, chart in enumerate(charts.other_charts(groups))}
         self.curves = tuple(name for name in self.charts if name != "sweep")
-        self.sections: tuple[Section, ...] = tuple(section_of(run, at) for at, run in enumerate(runs))
-        for section in self.sections:
-            self.charts |= section.charts
+        self.sections = tuple(Section(run, at) for at, run in enumerate(runs))
+        for part in (part for section in self.sections for part in section.charts.values()):
+            self.charts |= part
 
     @property
     def title(self) -> str:
-        """Return the title: the name of the run, or the number of runs."""
+        """The name of the run, or the number of runs."""
         return self.runs[0].name if len(self.runs) == 1 else f"Comparison of {len(self.runs)} runs"
 
     def to_dict(self) -> dict[str, Any]:
@@ -393,11 +297,13 @@ class Report:
         """Return `to_dict` as JSON."""
         return json.dumps(self.to_dict(), allow_nan=False, indent=1)
 
-    def html(self, stamp: str = "") -> str:
+    def html(self, stamp: str = "", text: str = "", share: float | None = None) -> str:
         """Return the page; the same runs give the same bytes.
 
         Args:
             stamp: For `dither watch`: the state of the folder; the page asks its server for newer ones. "" asks for nothing.
+            text: For `dither watch`: a sentence about the progress of the run.
+            share: The share of the steps that are done; None if it is not known.
         """
         import jinja2
 
@@ -405,15 +311,17 @@ class Report:
             autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
         )
         script, style = (
-            _asset("charts.js") + _asset("page.js") + (_asset("live.js") if stamp else ""),
-            _asset("page.css") + _line_colours(),
+            asset("charts.js") + asset("page.js") + (asset("live.js") if stamp else ""),
+            asset("page.css") + _line_colours(),
         )
         connections = "; connect-src 'self'" if stamp else ""
         sources = f"style-src {_hash(style)}; script-src {_hash(script)}"
         axes = {axis for name in self.curves for axis in getattr(self.charts[name], "axes", ())}
-        return environment.from_string(_asset("page.html")).render(
+        return environment.from_string(asset("page.html")).render(
             title=self.title,
             stamp=stamp,
+            text=text,
+            share=share,
             policy=f"default-src 'none'; {sources}{connections}; base-uri 'none'; form-action 'none'",
             style=style,
             script=script,
@@ -465,18 +373,9 @@ def page_path(folders: Sequence[str | Path], out: str | Path | None) -> Path:
 
 def write_page(report: Report, path: Path) -> Path:
     """Write a page atomically, and return its path."""
-    page = report.html().encode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(page)
-            os.chmod(temporary, 0o644)  # readable by others, unlike a temporary file
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        files.replace(path, report.html().encode(errors="replace"))
     except (OSError, ValueError) as error:
         raise UserError(f"The page {str(path)!r} cannot be written: {error}.") from None
     return path
@@ -499,7 +398,8 @@ def config_differences(runs: Sequence[RunFolder]) -> Table | None:
     return Table("Settings that differ", ("setting", *(run.name for run in runs)), tuple(rows)) if rows else None
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """Return a file of the page: its template, style or script."""
     return resources.files("dither.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 

@@ -4,13 +4,13 @@ Nothing that is read is trusted or executed. Files must be regular files of boun
 plot cannot show (NaN, Infinity, above 1e30) count as missing. Imports nothing from `dither.train`: the folder is the interface.
 """
 
+import json
 import os
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from dither import files, run_lock
@@ -19,34 +19,38 @@ from dither.errors import UserError
 from dither.files import Refused
 from dither.spec import Plan
 
-LARGEST_METRICS = 256 << 20
-"""Maximum size of the metrics in bytes: about a million lines of training."""
+LARGEST_METRICS, LARGEST_BRIEF = 256 << 20, 32 << 20
+"""Maximum size of the metrics in bytes, about a million lines of training; of larger files a brief reading takes the end."""
 
 LONGEST_LINE = 16 << 20
 """Maximum size of a line of metrics in bytes."""
 
-TAIL = 4 << 20
-"""Bytes that `read_briefly` reads from the end of metrics that are larger than LARGEST_METRICS."""
-
-TRAINING = re.compile(
-    rb'\{"kind": "train", "step": (\d{1,15}),'
-    rb'(?>[^{}]* "tokens_per_s": (\d{1,15}(?:\.\d{1,9})?),)'  # (?>...) is not tried again: the time is linear in the length
-    rb'(?>[^{}]* "memory": (\d{1,20}|null),)[^{}]*\}'
-)
-"""A line of training as the trainer writes it. The figures of a table are found several times faster than by a JSON parser."""
+HUGE = 1e30
+"""Larger numbers are treated as missing."""
 
 BEGINNING = re.compile(rb'\{"kind": "\w*"')
 """The beginning of a line as the trainer writes it."""
 
-HUGE = 1e30
-"""Larger numbers are treated as missing."""
-
 EVENTS = ("start", "end", "guard", "plan", "save", "seconds")
 """Kinds of lines that are all kept; of other kinds, only the last line per step is."""
 
+STATES = {
+    "running": "running",
+    "done": "done",
+    "stopped": "stopped by the guard",
+    "interrupted": "interrupted by a signal",
+    "failed": "failed",
+    "crashed": "crashed: its process died without recording a reason",
+    "unknown": "in an unknown state",
+}
+"""States of a run, and how a sentence says them."""
+
+ENDS = {"done": "done", "guard": "stopped", "signal": "interrupted", "error": "failed"}
+"""States by what the last line of metrics says."""
+
 
 @dataclass(frozen=True)
-class ConvertedLayer:
+class LayerRecord:
     """A converted layer."""
 
     name: str
@@ -56,15 +60,7 @@ class ConvertedLayer:
     """Its fraction of the multiplications of all linear layers."""
 
 
-@dataclass(frozen=True)
-class SkippedModule:
-    """A module that was not converted, and the reason."""
-
-    name: str
-    why: str
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunFolder:
     """Contents of a run folder; see `read`."""
 
@@ -73,55 +69,56 @@ class RunFolder:
     config: Mapping[str, Any]
     """Sections of config.toml; empty if there is no such file."""
     config_text: str
-    plan: Plan | None
-    layers: tuple[ConvertedLayer, ...]
-    left: tuple[SkippedModule, ...]
-    environment: Mapping[str, Any]
+    status: Mapping[str, Any]
     lines: Mapping[str, tuple[Mapping[str, Any], ...]]
     """Lines of metrics by kind, in the order of steps; of lines rewritten after a resume, the last one."""
-    status: Mapping[str, Any]
     missing: tuple[str, ...]
     """Sentences about files that are missing or unreadable."""
+    plan: Plan | None = None
+    layers: tuple[LayerRecord, ...] = ()
+    left: tuple[tuple[str, str], ...] = ()
+    """Modules that were not converted, and the reasons."""
+    environment: Mapping[str, Any] = field(default_factory=dict)
     blocks: Mapping[str, Any] = field(default_factory=dict)
     """Contents of bitwidths.json: learned bitwidths of single blocks; empty if the run has none."""
+    about: str = ""
+    """Contents of about.txt: what a user wrote about the run."""
+
+    def section(self, name: str) -> Mapping[str, Any]:
+        """Return a section of the config; {} if there is none."""
+        section = self.config.get(name)
+        return section if isinstance(section, dict) else {}
 
     def of(self, kind: str) -> tuple[Mapping[str, Any], ...]:
         """Return the lines of a kind."""
         return self.lines.get(kind, ())
 
-    def curve(self, kind: str, y: str, x: str = "step") -> tuple[tuple[float, float], ...]:
-        """Return the points (x, y) of a curve, from the lines of a kind in which both are numbers."""
-        points = []
-        for line in self.of(kind):
-            if (value := number(line.get(y))) is not None and (at := number(line.get(x))) is not None:
-                points.append((at, value))
-        return tuple(points)
+    def curve(self, kind: str, y: str) -> tuple[tuple[float, float], ...]:
+        """Return the points (step, y) of a curve, from the lines of a kind in which `y` is a number."""
+        return tuple((float(line["step"]), value) for line in self.of(kind) if (value := number(line.get(y))) is not None)
 
     def last(self, kind: str, key: str) -> float | None:
         """Return the last value of a curve, or None."""
-        pairs = ((number(line.get("step")), number(line.get(key))) for line in reversed(self.of(kind)))
-        return next((value for step, value in pairs if step is not None and value is not None), None)
+        return next((value for line in reversed(self.of(kind)) if (value := number(line.get(key))) is not None), None)
 
     @property
     def state(self) -> str:
-        """Return how the run ended, in a few words, from status.json or else from the last line of metrics that says so."""
-        states = {
-            "running": "running, or killed",
-            "crashed": "crashed: its process died without recording a reason",
-            "done": "done",
-            "stopped": "stopped by the guard",
-            "interrupted": "interrupted by a signal",
-            "failed": "failed",
-        }
-        ends = {"done": "done", "guard": "stopped by the guard", "signal": "interrupted by a signal", "error": "failed"}
+        """One of `STATES`, from status.json or else from the last line of metrics that says so."""
         how = self.of("end")[-1].get("how") if self.of("end") else None
-        return states.get(_text(self.status.get("state")), "") or ends.get(_text(how), "") or "not known"
+        state = text_of(self.status.get("state"))
+        return state if state in STATES else ENDS.get(text_of(how), "unknown")
 
     @property
     def steps(self) -> int:
-        """Return the number of steps that the folder records."""
+        """The number of steps that the folder records."""
         steps = [self.status.get("step"), *(line["step"] for kind in ("train", "eval", "end") for line in self.of(kind)[-1:])]
         return max((step for step in steps if type(step) is int and 0 <= step < HUGE), default=0)
+
+    @property
+    def planned(self) -> int | None:
+        """The number of steps of the whole run; None if the config does not say it."""
+        steps = self.section("run").get("steps")
+        return steps if type(steps) is int and 0 < steps < HUGE else None
 
 
 def number(value: object) -> float | None:
@@ -133,8 +130,45 @@ def number(value: object) -> float | None:
     return float(value) if (type(value) is float or type(value) is int) and abs(value) <= HUGE else None
 
 
-def read(folder: str | Path) -> RunFolder:
+def text_of(value: object) -> str:
+    """Return `value` if it is text, else ""."""
+    return value if isinstance(value, str) else ""
+
+
+def event_of(line: Mapping[str, Any]) -> tuple[str, str]:
+    """Return what a line of metrics tells as an event: its kind and its text; ("", "") for lines that are none.
+
+    >>> event_of({"kind": "plan", "step": 8, "changed": False, "reason": "no better one"})
+    ('plan kept', 'no better one')
+    """
+    match line["kind"]:
+        case "guard":
+            return text_of(line.get("event")) or "guard", text_of(line.get("text"))
+        case "plan":
+            return "plan changed" if line.get("changed", True) else "plan kept", text_of(line.get("reason"))
+        case "start" if line.get("resumed_from") is not None:
+            return "resumed", f"from the checkpoint of step {line['resumed_from']}"
+        case "end":
+            return "ended", text_of(line.get("how"))
+        case "numerics" if problems := problems_of(line):
+            return "numerics", " ".join(problems)
+        case "start" | "save" as kind:
+            return {"start": "started", "save": "saved"}[kind], ""
+    return "", ""
+
+
+def problems_of(line: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the sentences about problems in a line of metrics about numerics."""
+    found = line.get("problems")
+    return tuple(each for each in found if isinstance(each, str)) if isinstance(found, list) else ()
+
+
+def read(folder: str | Path, *, brief: bool = False) -> RunFolder:
     """Read a run folder. Raise a UserError if the folder is not a run; list what a run lacks in `missing`.
+
+    Args:
+        folder: The folder.
+        brief: Read only what a row of a table needs: the config, the status, and lines about training and evaluations.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -148,41 +182,21 @@ def read(folder: str | Path) -> RunFolder:
         raise UserError(problem)
     missing: list[str] = []
     text, config = _config(folder, missing)
-    plan = _plan(folder, missing)
-    layers, left = _conversion(folder, missing)
-    environment = _object(folder, "environment.json", missing)
-    lines = _metrics(folder, missing)
-    status = observed_status(folder, missing)
-    name = folder.name or folder.resolve().name
-    # Few runs have bitwidths: their absence is no fault.
-    bitwidths = _object(folder, "bitwidths.json", missing) if os.path.lexists(folder / "bitwidths.json") else {}
-    frozen = (MappingProxyType(each) for each in (environment, lines, status, bitwidths))
-    env, kinds, state, blocks = frozen
-    return RunFolder(
-        folder, name, MappingProxyType(config), text, plan, layers, left, env, kinds, state, tuple(missing), blocks
-    )
-
-
-def read_briefly(folder: str | Path) -> RunFolder:
-    """Read what a row of a table needs: the config, the status, and figures of the lines of training and of evaluation.
-
-    Lines of training have their step, speed and memory only.
-
-    >>> import tempfile
-    >>> folder = Path(tempfile.mkdtemp())
-    >>> _ = (folder / "metrics.jsonl").write_text('{"kind": "eval", "step": 100, "time": 9.5, "loss": 2.25}\\n')
-    >>> read_briefly(folder).last("eval", "loss")
-    2.25
-    """
-    folder = Path(folder)
-    if problem := why_not(folder):
-        raise UserError(problem)
-    missing: list[str] = []
-    text, config = _config(folder, missing)
-    lines, status = _figures(folder, missing), observed_status(folder, missing)
-    name = folder.name or folder.resolve().name
-    frozen = [MappingProxyType(each) for each in (config, lines, status)]
-    return RunFolder(folder, name, frozen[0], text, None, (), (), {}, frozen[1], frozen[2], tuple(missing))
+    others: dict[str, Any] = {}
+    if not brief:
+        others["plan"] = _plan(folder, missing)
+        others["layers"], others["left"] = _conversion(folder, missing)
+        others["environment"] = _object(folder, "environment.json", missing)
+        if os.path.lexists(folder / "bitwidths.json"):  # few runs have bitwidths: their absence is no fault
+            others["blocks"] = _object(folder, "bitwidths.json", missing)
+    if os.path.lexists(folder / "about.txt"):
+        try:
+            others["about"] = files.read(folder / "about.txt", most=64 << 10).decode(errors="replace").strip()
+        except Refused as error:
+            missing.append(f"{error}.")
+    lines, status = _metrics(folder, missing, brief), observed_status(folder, missing)
+    known = {"config": config, "config_text": text, "status": status, "lines": lines, "missing": tuple(missing)}
+    return RunFolder(folder=folder, name=folder.name or folder.resolve().name, **known, **others)  # type: ignore[arg-type]
 
 
 def read_all(folders: Sequence[str | Path], tick: Tick = lambda done, total: None) -> tuple[RunFolder, ...]:
@@ -205,7 +219,7 @@ def read_all(folders: Sequence[str | Path], tick: Tick = lambda done, total: Non
             break
     runs = []
     for folder, name in zip(folders, names, strict=True):
-        runs.append(RunFolder(**{**vars(read(folder)), "name": name}))
+        runs.append(replace(read(folder), name=name))
         tick(len(runs), len(folders))
     return tuple(runs)
 
@@ -293,90 +307,85 @@ def _plan(folder: Path, missing: list[str]) -> Plan | None:
         return None
 
 
-def _conversion(folder: Path, missing: list[str]) -> tuple[tuple[ConvertedLayer, ...], tuple[SkippedModule, ...]]:
+def _conversion(folder: Path, missing: list[str]) -> tuple[tuple[LayerRecord, ...], tuple[tuple[str, str], ...]]:
     found = _object(folder, "conversion.json", missing)
     layers, left = (
         [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries := found.get(key), list) else []
         for key in ("layers", "left")
     )
+
+    def text(entry: Mapping[str, Any], key: str) -> str:
+        return text_of(entry.get(key))
+
     return (
-        tuple(
-            ConvertedLayer(
-                _text(each.get("name")), _text(each.get("precision")), _text(each.get("engine")), number(each.get("share"))
-            )
-            for each in layers
-        ),
-        tuple(SkippedModule(_text(each.get("name")), _text(each.get("why"))) for each in left),
+        tuple(LayerRecord(text(e, "name"), text(e, "precision"), text(e, "engine"), number(e.get("share"))) for e in layers),
+        tuple((text(entry, "name"), text(entry, "why")) for entry in left),
     )
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else ""
 
 
 # Metrics --------------------------------------------------------------------------------------------------------------
 
 
-def _metrics(folder: Path, missing: list[str]) -> dict[str, tuple[Mapping[str, Any], ...]]:
+def _metrics(folder: Path, missing: list[str], brief: bool) -> dict[str, tuple[Mapping[str, Any], ...]]:
+    broken: list[str] = []
+    lines: Iterable[Mapping[str, Any]]
     try:
-        data = files.read(folder / "metrics.jsonl", most=LARGEST_METRICS)
+        if brief:
+            data, left_out = _end(folder / "metrics.jsonl")
+            missing += [left_out] if left_out else []
+            lines = _quickly(of_kinds(data, "train", "eval", "start", "end"))
+        else:
+            lines = parsed(files.read(folder / "metrics.jsonl", most=LARGEST_METRICS), broken)
     except Refused as error:
         missing.append(f"{error}.")
         return {}
-    broken: list[str] = []
-    found = _by_kind(parsed(data, broken))
-    if broken:
-        others = f", and {len(broken) - 1:,} other lines" if len(broken) > 1 else ""
-        missing.append(f"metrics.jsonl: {broken[0]}{others}.")
-    return found
-
-
-def _by_kind(lines: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Mapping[str, Any], ...]]:
     found: dict[str, dict[object, Mapping[str, Any]]] = {}
     for place, line in enumerate(lines):
-        kind, step = line["kind"], line["step"]
         # A line rewritten after a resume replaces the first one.
-        found.setdefault(kind, {})[place if kind in EVENTS else step] = line
+        found.setdefault(line["kind"], {})[place if line["kind"] in EVENTS else line["step"]] = line
+    if broken and not brief:
+        others = f", and {len(broken) - 1:,} other lines" if len(broken) > 1 else ""
+        missing.append(f"metrics.jsonl: {broken[0]}{others}.")
     return {
         kind: tuple(lines.values() if kind in EVENTS else sorted(lines.values(), key=lambda line: line["step"]))
         for kind, lines in found.items()
     }
 
 
-def _figures(folder: Path, missing: list[str]) -> dict[str, tuple[Mapping[str, Any], ...]]:
-    """Read the lines of training, evaluations, starts and ends; of training only step, speed and memory."""
+def _end(path: Path) -> tuple[bytes, str]:
+    """Return the last lines of a file, and a sentence if they are not all."""
     try:
-        with files.open_plainly(folder / "metrics.jsonl") as file:
-            size = file.seek(0, os.SEEK_END)
-            begin = size - TAIL if size > LARGEST_METRICS else 0
+        with files.open_plainly(path) as file:
+            begin = max(0, file.seek(0, os.SEEK_END) - LARGEST_BRIEF)
             file.seek(begin)
-            data = file.read(size - begin)
-    except Refused as error:
-        missing.append(f"{error}.")
-        return {}
+            data = file.read(LARGEST_BRIEF)
     except OSError as error:
-        missing.append(f"metrics.jsonl cannot be read ({error.strerror}).")
-        return {}
-    if begin:
-        data = data.partition(b"\n")[2]  # the first line is not whole
-        missing.append(
-            f"metrics.jsonl has more than {LARGEST_METRICS >> 20} MiB: the figures are those of its last {TAIL >> 20} MiB."
-        )
-    found: list[Mapping[str, Any]] = []
-    for raw in of_kinds(data, "train", "eval", "start", "end"):
-        if match := TRAINING.fullmatch(raw):
-            step, speed, memory = match.groups()
-            used = None if memory == b"null" else int(memory)
-            found.append({"kind": "train", "step": int(step), "tokens_per_s": float(speed), "memory": used})
-        else:
-            found += parsed(raw, [])
-    return _by_kind(found)
+        raise Refused(f"{path.name} cannot be read ({error.strerror})") from None
+    if not begin:
+        return data, ""
+    size = LARGEST_BRIEF >> 20
+    return data.partition(b"\n")[2], f"{path.name} has more than {size} MiB: the figures are those of its last {size} MiB."
 
 
 def of_kinds(data: bytes, *kinds: str) -> list[bytes]:
     """Return lines of metrics without those that begin with another kind. Lines about all layers are long and slow to parse."""
     kept = tuple(b'{"kind": "%s"' % kind.encode() for kind in kinds)
     return [line for line in data.split(b"\n") if line.startswith(kept) or not BEGINNING.match(line)]
+
+
+def _quickly(lines: Sequence[bytes]) -> Iterable[Mapping[str, Any]]:
+    """Return lines of metrics as objects, parsed all at once, in a third of the time, if they are whole."""
+    try:
+        found = json.loads(b"[%s]" % b",".join(filter(None, lines)))
+        return [line for line in found if not _problem(line)]
+    except (ValueError, RecursionError):
+        return parsed(b"\n".join(lines), [])
+
+
+def _problem(line: Any) -> str:
+    if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
+        return "it is not an object with a kind"
+    return "" if type(line.get("step")) is int and 0 <= line["step"] < 1 << 53 else "it has no step"
 
 
 def parsed(data: bytes, broken: list[str]) -> Iterator[Mapping[str, Any]]:
@@ -389,10 +398,8 @@ def parsed(data: bytes, broken: list[str]) -> Iterator[Mapping[str, Any]]:
             if len(raw) > LONGEST_LINE:
                 raise Refused(f"it has more than {LONGEST_LINE >> 20} MiB")
             line = files.from_json(raw)
-            if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
-                raise Refused("it is not an object with a kind")
-            if type(line.get("step")) is not int or not 0 <= line["step"] < 1 << 53:
-                raise Refused("it has no step")
+            if problem := _problem(line):
+                raise Refused(problem)
         except Refused as error:
             # A killed process leaves half a line at the end: this is expected and not reported.
             if at < len(lines):

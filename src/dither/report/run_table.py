@@ -1,8 +1,9 @@
-"""List the runs under a folder, one row per run, from their configs, statuses and metrics."""
+"""Key figures of runs, and a table of all runs under a folder, from their configs, statuses and metrics."""
 
-import json
+import bisect
 import os
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -12,8 +13,7 @@ from typing import Any
 from dither.console import Stage, silent
 from dither.errors import UserError
 from dither.report.charts import ABSENT, fixed, short, size
-from dither.report.comparison import median_speed, peak_memory, precision_of
-from dither.report.run_folder import RunFolder, number, read_briefly
+from dither.report.run_folder import RunFolder, number, read, text_of
 
 DEEPEST = 8
 """Levels of folders that are searched."""
@@ -21,35 +21,143 @@ DEEPEST = 8
 BESIDE = ("status.json", "run.lock", "environment.json", "conversion.json", "plan.json")
 """Files of a run; config.toml alone may belong to anything."""
 
-STATES = ("running", "crashed", "done", "stopped", "interrupted", "failed")
+COLUMNS = {
+    "run": "name", "status": "state", "model": "model", "precision": "precision", "steps": "steps", "loss": "loss",
+    "tokens/s": "tokens_per_s", "memory": "memory", "when": "changed",
+}  # fmt: skip
+"""Columns that a table is sorted by, and the attributes of a row."""
 
-COLUMNS = ("run", "status", "model", "precision", "steps", "loss", "tokens/s", "memory", "when")
-"""Columns that a table is sorted by."""
+HEADER = ("run", "status", "model", "precision", "steps", "held-out loss", "median tokens/s", "memory", "when", "report")
+"""Names of the cells of a row."""
 
-TEXTS = COLUMNS[:4]
+TEXTS = ("run", "status", "model", "precision")
 """Columns that a filter compares."""
 
+NOISES = {"rounded_normal": "GaussWS", "rounded_normal_exact": "GaussWS", "uniform": "DiffQ"}
+"""Samplings of weights by their noise, as papers name them."""
 
-@dataclass(frozen=True)
-class RunRow:
-    """A run in the table; None for figures that its folder does not have."""
+# Key figures ---------------------------------------------------------------------------------------------------------
 
-    folder: Path
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """Key figures of a run; None if its folder does not have them."""
+
     name: str
-    """Path of the run below the folder that was searched."""
-    status: str
-    """running, crashed, done, stopped (by the guard), interrupted (by a signal), failed, or unknown."""
+    state: str
+    """One of `run_folder.STATES`."""
     model: str
+    """The preset, or the name of the Hugging Face folder."""
     precision: str
+    """Precision in a few words: see `precision_of`."""
     steps: int
     """Number of steps done."""
     steps_planned: int | None
+    tokens: float | None
+    """Number of training tokens."""
     loss: float | None
     """Last held-out loss, in nats per token."""
+    bits_per_byte: float | None
     tokens_per_s: float | None
-    """Median over the run: see `dither.report.comparison.median_speed`."""
+    """Median over the run: see `median_speed`."""
     memory: float | None
     """Peak memory in bytes."""
+    seconds: float | None
+    parameters: float | None
+    about: str
+    """What about.txt in the folder says about the run."""
+
+
+def summarize(run: RunFolder) -> Summary:
+    """Return the key figures of a run.
+
+    >>> import tempfile, pathlib
+    >>> from dither.report import read
+    >>> folder = pathlib.Path(tempfile.mkdtemp())
+    >>> _ = (folder / "metrics.jsonl").write_text('{"kind": "eval", "step": 10, "time": 2.0, "loss": 1.5}\\n')
+    >>> summarize(read(folder)).loss
+    1.5
+    """
+    return Summary(
+        name=run.name,
+        state=run.state,
+        model=_model(run),
+        precision=precision_of(run.config),
+        steps=run.steps,
+        steps_planned=run.planned,
+        tokens=run.last("train", "tokens"),
+        loss=run.last("eval", "loss"),
+        bits_per_byte=run.last("eval", "bits_per_byte"),
+        tokens_per_s=median_speed(run),
+        memory=max((value for _, value in run.curve("train", "memory")), default=None),
+        seconds=max((time for kind in run.lines if (time := run.last(kind, "time")) is not None), default=None),
+        parameters=number(run.environment.get("parameters")),
+        about=run.about,
+    )
+
+
+def median_speed(run: RunFolder) -> float | None:
+    """Return the median speed of the whole run in tokens per second, or None if the run has no line of training.
+
+    The first line of training after each start or resume is left out, since its steps compile. A run that has no other lines
+    has the median of these.
+
+    >>> import tempfile, pathlib
+    >>> from dither.report import read
+    >>> folder = pathlib.Path(tempfile.mkdtemp())
+    >>> line = '{{"kind": "train", "step": {}, "tokens_per_s": {}}}\\n'
+    >>> speeds = [line.format(*each) for each in ((10, 5), (20, 99), (30, 100), (40, 102))]
+    >>> _ = (folder / "metrics.jsonl").write_text('{"kind": "start", "step": 0}\\n' + "".join(speeds))
+    >>> median_speed(read(folder))
+    100.0
+    """
+    speeds = dict(run.curve("train", "tokens_per_s"))
+    steps = sorted(speeds)
+    places = (bisect.bisect(steps, line["step"]) for line in run.of("start"))
+    compiling = {steps[place] for place in (*places, 0) if place < len(steps)}
+    steady = [speed for step, speed in speeds.items() if step not in compiling]
+    return statistics.median(steady or speeds.values()) if speeds else None
+
+
+def precision_of(config: Mapping[str, Any]) -> str:
+    """Describe the precision of a config in a few words.
+
+    >>> sampling = {"noise": "rounded_normal", "parts": "od"}
+    >>> precision_of({"precision": {"mode": "o1", "states": "dynamic8", "sampling": sampling}, "snip": {"target": 0.5}})
+    'o1, SNIP target 0.5, GaussWS on od, dynamic8 states'
+    """
+    section, snip = config.get("precision"), config.get("snip")
+    if not isinstance(section, dict):
+        return ""
+    words = [section.get(key) for key in ("mode", "recipe", "plan")]
+    schedule, sampling = section.get("schedule"), section.get("sampling")
+    for entry in schedule if isinstance(schedule, list) else ():
+        if isinstance(entry, list) and len(entry) == 2:
+            words.append(f"{entry[1]} from {entry[0]}" if entry[0] else str(entry[1]))
+    if isinstance(snip, dict) and snip.get("target") is not None:
+        words.append(f"SNIP target {snip['target']}")
+    if isinstance(sampling, dict):
+        noise = str(sampling.get("noise", "sampling"))
+        words.append(f"{NOISES.get(noise, noise)} on {sampling.get('parts', 'all')}")
+    words += [f"{section[key]} {key}" for key in ("output", "states", "gradients") if section.get(key) is not None]
+    return ", ".join(word for word in words if isinstance(word, str))
+
+
+def _model(run: RunFolder) -> str:
+    section = run.section("model")
+    path = Path(text_of(section.get("hf")))
+    named = path.parent.name or path.name if path.name == "config.json" else path.name
+    return text_of(section.get("preset")) or named or ("tiny" if run.config else "")
+
+
+# The table -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRow(Summary):
+    """A run in the table; its name is its path below the folder that was searched."""
+
+    folder: Path
     changed: float | None
     """Time of the last change, in seconds since 1970."""
     report: Path | None
@@ -57,30 +165,25 @@ class RunRow:
     problems: tuple[str, ...]
     """Sentences about files that are missing or unreadable."""
 
-    def key(self, column: str) -> tuple[bool, Any]:
-        """Return the key by which rows are sorted; rows without a value come last."""
-        names = {"run": "name", "tokens/s": "tokens_per_s", "when": "changed"}
-        value = getattr(self, names.get(column, column))
-        return value in (None, ""), 0 if value is None else value
+    def value(self, column: str) -> Any:
+        """Return the value in a column; None if there is none."""
+        value = getattr(self, COLUMNS[column])
+        return None if value == "" else value
 
     def cells(self) -> tuple[str, ...]:
         """Return the cells of the table."""
         steps = f"{self.steps:,}" if self.steps_planned is None else f"{self.steps:,} of {self.steps_planned:,}"
         when = ABSENT if self.changed is None else f"{datetime.fromtimestamp(self.changed):%Y-%m-%d %H:%M}"
-        texts = [printable(text) or ABSENT for text in (self.name, self.status, self.model, self.precision)]
+        texts = [printable(self.value(column) or "") or ABSENT for column in TEXTS]
         figures = fixed(self.loss), short(self.tokens_per_s), size(self.memory)
         return (*texts, steps, *figures, when, ABSENT if self.report is None else self.report.name)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as values for JSON."""
         when = None if self.changed is None else datetime.fromtimestamp(self.changed, UTC).isoformat(timespec="seconds")
+        others = {key: value for key, value in vars(self).items() if key not in ("name", "state", "changed")}
         paths = {"folder": str(self.folder), "report": None if self.report is None else str(self.report)}
-        return {
-            "run": self.name,
-            **{k: v for k, v in vars(self).items() if k not in ("name", "changed")},
-            **paths,
-            "when": when,
-        }
+        return {"run": self.name, "status": self.state, **others, **paths, "when": when}
 
 
 def printable(text: str) -> str:
@@ -121,21 +224,16 @@ def find_runs(folder: str | Path) -> tuple[list[Path], list[str]]:
 
 def row_of(folder: Path, top: Path) -> RunRow:
     """Return the row of a run; `top` is the folder that was searched."""
-    run = read_briefly(folder)
-    planned = _section(run, "run").get("steps")
+    run = read(folder, brief=True)
     page = folder / "report.html"
+    times = []
+    for name in ("metrics.jsonl", "status.json", "config.toml"):
+        with suppress(OSError):
+            times.append((folder / name).lstat().st_mtime)
     return RunRow(
+        **{**vars(summarize(run)), "name": str(folder.relative_to(top)) if folder != top else run.name},
         folder=folder,
-        name=str(folder.relative_to(top)) if folder != top else run.name,
-        status=_status(run),
-        model=_model(run),
-        precision=precision_of(run.config),
-        steps=run.steps,
-        steps_planned=planned if type(planned) is int and number(planned) is not None else None,
-        loss=run.last("eval", "loss"),
-        tokens_per_s=median_speed(run),
-        memory=peak_memory(run),
-        changed=_changed(folder),
+        changed=max(times, default=None),
         report=page if page.is_file() and not page.is_symlink() else None,
         problems=run.missing,
     )
@@ -166,14 +264,10 @@ def run_table(
             except UserError as error:  # it was removed meanwhile
                 problems.append(str(error))
             tick(done, len(paths))
-    rows = [row for row in rows if all(_meets(row, *condition) for condition in conditions)]
-    known, unknown = ([row for row in rows if row.key(sort)[0] is lacks] for lacks in (False, True))
-    return [*sorted(known, key=lambda row: row.key(sort), reverse=reverse), *unknown], problems
-
-
-def to_json(rows: Sequence[RunRow]) -> str:
-    """Return rows as a JSON list."""
-    return json.dumps([row.to_dict() for row in rows], allow_nan=False, indent=1)
+    for columns, text in conditions:
+        rows = [row for row in rows if any(text in str(row.value(column) or "").lower() for column in columns)]
+    known, unknown = ([row for row in rows if (row.value(sort) is None) is lacks] for lacks in (False, True))
+    return [*sorted(known, key=lambda row: row.value(sort), reverse=reverse), *unknown], problems
 
 
 def _condition(text: str) -> tuple[tuple[str, ...], str]:
@@ -184,41 +278,3 @@ def _condition(text: str) -> tuple[tuple[str, ...], str]:
     if field not in TEXTS:
         raise UserError(f"Runs are filtered by one of {', '.join(TEXTS)}, as in status=done, not by {field!r:.80}.")
     return (field,), value.lower()
-
-
-def _meets(row: RunRow, columns: Sequence[str], text: str) -> bool:
-    return any(text in str(row.key(column)[1]).lower() for column in columns)
-
-
-def _section(run: RunFolder, name: str) -> dict[str, Any]:
-    section = run.config.get(name)
-    return section if isinstance(section, dict) else {}
-
-
-def _status(run: RunFolder) -> str:
-    state = run.status.get("state")
-    if state in STATES:
-        return str(state)
-    ends = {"done": "done", "guard": "stopped", "signal": "interrupted", "error": "failed"}
-    how = run.of("end")[-1].get("how") if run.of("end") else None
-    return ends.get(how, "unknown") if isinstance(how, str) else "unknown"
-
-
-def _model(run: RunFolder) -> str:
-    """Return the preset, or the name of the Hugging Face folder."""
-    section = _section(run, "model")
-    preset, source = section.get("preset"), section.get("hf")
-    if isinstance(preset, str):
-        return preset
-    if not isinstance(source, str):
-        return "tiny" if run.config else ""
-    path = Path(source)
-    return path.parent.name or path.name if path.name == "config.json" else path.name
-
-
-def _changed(folder: Path) -> float | None:
-    times = []
-    for name in ("metrics.jsonl", "status.json", "config.toml"):
-        with suppress(OSError):
-            times.append((folder / name).lstat().st_mtime)
-    return max(times, default=None)

@@ -1,34 +1,31 @@
-"""Serve the page of a run on this machine while it trains.
+"""Follow a run while it trains: its page on a server of this machine, or its state in the terminal.
 
-The server listens on 127.0.0.1 only, answers GET and HEAD for two paths, and writes nothing. Requests with another host name
-are refused, so that a website whose name was pointed at this machine cannot read the page.
+The server listens on 127.0.0.1 only, answers GET and HEAD for pages of runs, and writes nothing. Requests with another host
+name are refused, so that a website whose name was pointed at this machine cannot read the page.
 """
 
 import itertools
+import json
 import os
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
+from html import escape
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, quote, unquote_to_bytes, urlsplit
 
 from dither import files
+from dither.errors import UserError
 from dither.report.charts import duration, fixed, short
-from dither.report.layers import problems_of
-from dither.report.run_folder import number, observed_status, of_kinds, parsed, read_briefly, why_not
-from dither.report.run_table import printable
+from dither.report.page import Report, asset
+from dither.report.run_folder import event_of, number, observed_status, of_kinds, parsed, read, text_of, why_not
+from dither.report.run_table import HEADER, find_runs, printable, run_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-import json
-import threading
-import time
-from collections.abc import Callable
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qs, urlsplit
-
-from dither.errors import UserError
-from dither.report.page import Report
-from dither.report.run_folder import read
 
 BARS = "▁▂▃▄▅▆▇█"
 MOST_LOSSES, MOST_EVENTS = 4096, 6
@@ -92,11 +89,8 @@ class TerminalView:
     """The state of a run as the terminal shows it."""
 
     def __init__(self, folder: Path) -> None:
-        run = read_briefly(folder)  # raises if it is not a run
-        section = run.config.get("run")
-        steps = section.get("steps") if isinstance(section, dict) else None
-        self.folder, self.name = folder, printable(run.name)
-        self.planned = steps if type(steps) is int and steps > 0 else None
+        run = read(folder, brief=True)  # raises if it is not a run
+        self.folder, self.name, self.planned = folder, printable(run.name), run.planned
         self.losses: list[float] = []
         self.events: list[str] = []
         self.train: Mapping[str, Any] = {}
@@ -115,16 +109,11 @@ class TerminalView:
             elif line["kind"] == "eval":
                 self.held_out = loss
                 texts.append(f"step {line['step']:,}  held-out loss {fixed(loss)}")
-            elif event := _event(line):
-                self.events = [*self.events, event][-MOST_EVENTS:]
-                texts.append(event)
+            elif any(event := event_of(line)):
+                texts.append(printable(f"step {line['step']:,}  {': '.join(filter(None, event))}"[:300]))
+                self.events = [*self.events, texts[-1]][-MOST_EVENTS:]
         self.losses = self.losses[-MOST_LOSSES:]
         return texts
-
-    def state(self) -> str:
-        """Return the state of the run; "" if it is not known."""
-        state = observed_status(self.folder, []).get("state")
-        return state if isinstance(state, str) else ""
 
     def ended(self) -> str:
         """Return a sentence if the run has ended or was removed, or if its status cannot be read, else ""."""
@@ -140,6 +129,11 @@ class TerminalView:
             return printable(f"It is unknown whether the run {self.name} goes on: {reason}")
         at = f" at step {status['step']:,}" if type(status.get("step")) is int else ""
         return printable(f"The run {self.name} has ended{at}: {state}." + (f" {why}" if isinstance(why, str) and why else ""))
+
+    @property
+    def share(self) -> float | None:
+        """The share of the steps that are done; None if the config does not say how many there are."""
+        return None if self.planned is None else min(1.0, self.train.get("step", 0) / self.planned)
 
     def progress(self) -> str:
         """Return the last line of training as text."""
@@ -161,12 +155,12 @@ class TerminalView:
         from rich.table import Table
         from rich.text import Text
 
-        step = self.train.get("step", 0)
         held_out = "" if self.held_out is None else f"  held-out loss {fixed(self.held_out)}"
-        parts: list[RenderableType] = [Text(f"{self.name}: {printable(self.state()) or 'unknown'}", style="bold", no_wrap=True)]
-        if self.planned is not None:
+        state = printable(text_of(observed_status(self.folder, []).get("state"))) or "unknown"
+        parts: list[RenderableType] = [Text(f"{self.name}: {state}", style="bold", no_wrap=True)]
+        if self.share is not None:
             grid = Table.grid()  # ends the line, which a bar alone does not
-            grid.add_row(ProgressBar(total=self.planned, completed=min(step, self.planned), width=min(width, 80)))
+            grid.add_row(ProgressBar(total=1.0, completed=self.share, width=min(width, 80)))
             parts.append(grid)
         parts.append(Text(self.progress() + held_out))
         if self.losses:
@@ -174,33 +168,21 @@ class TerminalView:
         return Group(*parts, *(Text(event, style="dim", no_wrap=True, overflow="ellipsis") for event in self.events))
 
 
-def _event(line: Mapping[str, Any]) -> str:
-    """Return an event as a line of text; "" for lines that are none."""
-    match line["kind"]:
-        case "start":
-            text = "started" if line.get("resumed_from") is None else f"resumed from {line['resumed_from']}"
-        case "end":
-            text = f"ended: {line.get('how')}"
-        case "guard":
-            text = str(line.get("text"))
-        case "plan":
-            # The line of the first plan does not say whether it is new.
-            text = f"{'a new plan' if line.get('changed', True) else 'the same plan'}: {line.get('reason')}"
-        case "save":
-            text = "saved"
-        case "numerics" if problems := problems_of(line):
-            text = f"numerics: {' '.join(problems)}"
-        case _:
-            return ""
-    return printable(f"step {line['step']:,}  {text}"[:300])
-
-
 HOSTS = ("127.0.0.1", "localhost")
 
 REST = 9.0
 """After a page was built, the next is built this many times later: the watch takes a tenth of a core at most."""
 
-FILES = ("config.toml", "plan.json", "conversion.json", "environment.json", "metrics.jsonl", "status.json", "bitwidths.json")
+FILES = (
+    "about.txt",
+    "config.toml",
+    "plan.json",
+    "conversion.json",
+    "environment.json",
+    "metrics.jsonl",
+    "status.json",
+    "bitwidths.json",
+)
 
 
 class LivePage:
@@ -215,28 +197,32 @@ class LivePage:
         self.folder, self.clock = folder, clock
         self._lock = threading.Lock()
         self._stamp, self._html, self._next = "", "", 0.0
-        read(folder)  # raises if it is not a run
+        self._view = TerminalView(folder)  # raises if it is not a run
 
-    def current(self) -> tuple[str, str]:
-        """Return (stamp, page) of the newest state that may be built now. Raise a UserError if the run was removed."""
+    def current(self) -> tuple[str, str, str, float | None]:
+        """Return the stamp and the page of the newest state that may be built now, and the progress of the run.
+
+        Raise a UserError if the run was removed.
+        """
         if problem := why_not(self.folder):
             raise UserError(problem)
         with self._lock:
             stamp = self._state()
             began = self.clock()
             if stamp != self._stamp and (not self._html or began >= self._next):
-                self._html = Report([read(self.folder)]).html(stamp)
+                self._html = Report([read(self.folder)]).html(stamp, *self.progress())
                 self._stamp = stamp
                 self._next = self.clock() + REST * (self.clock() - began)
-            return self._stamp, self._html
+            return self._stamp, self._html, *self.progress()
 
-    def text(self) -> str:
-        """Return a sentence about the state of the run."""
+    def progress(self) -> tuple[str, float | None]:
+        """Return a sentence about the state of the run, and the share of its steps that are done if that is known."""
+        self._view.update()
         status = observed_status(self.folder, [])
         state, step = status.get("state"), status.get("step")
-        if state == "running" or not isinstance(state, str):
-            return "Live: renewed while the run trains."
-        return f"The run has ended: {state}" + (f" at step {step:,}." if type(step) is int else ".")
+        if state != "running" and isinstance(state, str):
+            return f"The run has ended: {state}" + (f" at step {step:,}." if type(step) is int else "."), None
+        return f"Running: {self._view.progress()}", self._view.share
 
     def _state(self) -> str:
         """Return a text that changes with the files of the folder."""
@@ -254,7 +240,7 @@ class LiveServer(ThreadingHTTPServer):
     """The server of `dither watch`.
 
     Args:
-        folder: The run folder.
+        folder: The run folder, or a folder with runs, whose page lists them.
         port: The port on 127.0.0.1; 0 takes a free one.
     """
 
@@ -263,13 +249,39 @@ class LiveServer(ThreadingHTTPServer):
     def __init__(self, folder: Path, port: int = 0) -> None:
         if not 0 <= port < 1 << 16:
             raise UserError(f"A port is from 0 to 65535, and 0 takes a free one, not {port}.")
-        self.page = LivePage(folder)
+        self.folder, self.alone = folder, not why_not(folder)
+        if not self.alone and not (os.path.isdir(folder) and find_runs(folder)[0]):
+            raise UserError(why_not(folder))
+        self.pages = {"": LivePage(folder)} if self.alone else {}
+        """Pages of runs by their paths below the folder."""
         try:
             super().__init__(("127.0.0.1", port), _Handler)
         except OSError as error:
             raise UserError(
                 f"The port {port} of 127.0.0.1 cannot be used: {error.strerror}. Choose another with --port."
             ) from None
+
+    def page(self, name: str) -> LivePage | None:
+        """Return the page of a run by its path below the folder; None if there is no such run."""
+        if name not in self.pages and not self.alone:
+            runs = {str(path.relative_to(self.folder)): path for path in find_runs(self.folder)[0]}
+            self.pages |= {name: LivePage(runs[name])} if name in runs else {}
+        return self.pages.get(name)
+
+    def index(self) -> str:
+        """Return a page that lists the runs, the last changed first."""
+        title, header = escape(printable(f"Runs under {self.folder}")), "".join(f"<th>{each}" for each in HEADER[:-1])
+        rows = ""
+        for row in run_table(self.folder, reverse=True)[0]:
+            name, *cells = map(escape, row.cells()[:-1])
+            rows += f'<tr><td><a href="/{quote(os.fsencode(row.name))}/">{name}</a>{"".join(f"<td>{cell}" for cell in cells)}\n'
+        return (
+            '<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="5">'
+            "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+            f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>'
+            f"<style>{asset('page.css')}</style><main><h1>{title}</h1>"
+            f'<div class="scroll"><table><tr>{header}\n{rows}</table></div></main>'
+        )
 
     @property
     def address(self) -> str:
@@ -286,18 +298,23 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         if self._host() not in HOSTS:
             return self._send(HTTPStatus.FORBIDDEN, "text/plain", "This page is served to 127.0.0.1 and localhost only.\n")
-        if url.path not in ("/", "/update.json"):
-            return self._send(HTTPStatus.NOT_FOUND, "text/plain", "There is no such page: the page of the run is at /.\n")
+        name, _, file = os.fsdecode(unquote_to_bytes(url.path)).removeprefix("/").rpartition("/")
+        if not name and not file and not self.server.alone:
+            return self._send(HTTPStatus.OK, "text/html", self.server.index())
+        page = self.server.page(name) if file in ("", "update.json") else None
+        if page is None:
+            return self._send(HTTPStatus.NOT_FOUND, "text/plain", "There is no such page: the first page is at /.\n")
         try:
-            stamp, html = self.server.page.current()
+            stamp, html, text, share = page.current()
         except UserError as error:  # the folder was removed
-            if url.path == "/":
+            if not file:
                 return self._send(HTTPStatus.NOT_FOUND, "text/plain", f"{error}\n")
-            return self._send(HTTPStatus.OK, "application/json", json.dumps({"stamp": "", "html": None, "text": str(error)}))
-        if url.path == "/":
+            gone = {"stamp": "", "html": None, "text": str(error), "share": None}
+            return self._send(HTTPStatus.OK, "application/json", json.dumps(gone))
+        if not file:
             return self._send(HTTPStatus.OK, "text/html", html)
         since = parse_qs(url.query).get("since", [""])[0]
-        update = {"stamp": stamp, "html": None if since == stamp else html, "text": self.server.page.text()}
+        update = {"stamp": stamp, "html": None if since == stamp else html, "text": text, "share": share}
         return self._send(HTTPStatus.OK, "application/json", json.dumps(update))
 
     def do_HEAD(self) -> None:
@@ -309,7 +326,7 @@ class _Handler(BaseHTTPRequestHandler):
         return hosts[0].rpartition(":")[0] or hosts[0] if len(hosts) == 1 else ""
 
     def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
-        data = text.encode()
+        data = text.encode(errors="replace")  # names of folders need not be UTF-8
         self.send_response(status)
         headers = {
             "Content-Type": f"{kind}; charset=utf-8",

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dither.errors import UserError
+from dither.files import Refused, from_json
 from dither.snip.options import Option
 from dither.snip.settings import harm
-from dither.snip.statistics import VERSION, LayerStatistics, Statistics, check_version, load_json
+from dither.snip.statistics import VERSION, LayerStatistics, Statistics, check_version
 
 Table = tuple[tuple[float, ...], ...]
 """One row per layer, one column per option."""
@@ -200,4 +201,7 @@ class Scores:
     @classmethod
     def from_json(cls, text: str) -> "Scores":
         """Return the object that `to_json` described."""
-        return cls.from_dict(load_json("scores", text))
+        try:
+            return cls.from_dict(from_json(text.encode()))
+        except (Refused, UnicodeEncodeError) as error:
+            raise UserError(f"This cannot be read as scores: {error}.") from None

@@ -282,12 +282,11 @@ class DryRun:
         """Run forward and backward over the batches. `draw` selects the random bits of stochastic casts."""
         total, gradients = None, None
         parameters = [*self.weights.values(), *self._others]
-        differentiate = _by_grad if self._sharded is None else partial(_by_backward, self._parameters)
         for index, batch in enumerate(self.batches):
             with torch.enable_grad(), self._products(), self._micro_batch(index * self._micro, draw) as at:
                 if self.pipeline is None:
                     loss = self._loss(batch)
-                    found = differentiate(loss, parameters)
+                    found = self._differentiate(loss, parameters)
                 else:
                     loss, found = self._by_schedule(batch, index * self._micro, at, parameters)
             self.count += self._micro
@@ -332,6 +331,20 @@ class DryRun:
             raise UserError("forward= returned None for the loss: only stages of a pipeline may do so, except the last.")
         return loss / len(self.batches)
 
+    def _differentiate(self, loss: Tensor, parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Return the gradients of a loss; those of FSDP2's parameters exist only after `backward`."""
+        if self._sharded is None:
+            return torch.autograd.grad(loss, parameters, allow_unused=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return self._take_gradients(parameters)
+
+    def _take_gradients(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return the gradients that a backward pass has left at parameters, and clear those of all parameters."""
+        found = [p.grad for p in parameters]
+        for p in self._parameters:
+            p.grad = None
+        return found
+
     def _by_schedule(
         self, batch: Any, first: int, at: StepContext, parameters: Sequence[Tensor]
     ) -> tuple[Tensor, Sequence[Tensor | None]]:
@@ -339,11 +352,10 @@ class DryRun:
         numbers = itertools.count(first)
         hook = self.model.register_forward_pre_hook(lambda *_: self._begin(next(numbers), at))
         try:
-            with _gradients_set_aside(self._parameters):
-                loss = self.forward(self.model, batch)
-                found = [None if p.grad is None else p.grad / len(self.batches) for p in parameters]
+            loss = self.forward(self.model, batch)
         finally:
             hook.remove()
+        found = [None if g is None else g / len(self.batches) for g in self._take_gradients(parameters)]
         self._micro = next(numbers) - first
         if not self._micro:
             raise UserError("The schedule did not run the given model: pass the module of this rank's stage.")
@@ -414,30 +426,6 @@ class DryRun:
 def _check_stream(stream: object) -> None:
     if not isinstance(stream, Stream):
         raise UserError(f"Random bits come from stream=dither.Stream(seed, purpose, name), not from {stream!r}.")
-
-
-def _by_grad(loss: Tensor, parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    return torch.autograd.grad(loss, parameters, allow_unused=True)
-
-
-def _by_backward(every: Sequence[Tensor], loss: Tensor, parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Differentiate by `backward`, the only way to gradients of FSDP2's parameters. `every` are all that may get a gradient."""
-    with _gradients_set_aside(every):
-        loss.backward()  # type: ignore[no-untyped-call]
-        return [p.grad for p in parameters]
-
-
-@contextmanager
-def _gradients_set_aside(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Clear the gradients of parameters inside the context; put them back on exit."""
-    kept = [p.grad for p in parameters]
-    try:
-        for p in parameters:
-            p.grad = None
-        yield
-    finally:
-        for p, grad in zip(parameters, kept, strict=True):
-            p.grad = grad
 
 
 def _gather_stages(pipeline: torch.distributed.ProcessGroup | None, find: Callable[[], Any]) -> list[Any]:

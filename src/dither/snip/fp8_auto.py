@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from dither.console import Tick
+from dither.console import Tick, aligned
 from dither.errors import UserError
 from dither.nn.convert import reasons_left_alone
 from dither.nn.sites import find_sites
@@ -158,11 +158,7 @@ def check_complete(shapes: Mapping[Shape, Sequence[str]], times: LayerTimes, opt
     """Raise unless there is a time for every shape and option."""
     for shape, layers in shapes.items():
         for option in options:
-            if str(option.precision) not in times.seconds.get(shape, {}):
-                raise UserError(
-                    f"The times of {times.device!r} do not include the layer {layers[0]!r} in {option.name} with (M, N, K) = "
-                    f"{shape}: measure them on that GPU with dither.auto_plan(model, tokens=..., times=FILE)."
-                )
+            times.of(layers[0], shape, option)
 
 
 def _runs(option: Option, shape: Shape, capability: tuple[int, int] | None) -> bool:
@@ -213,9 +209,8 @@ def choice_table(choices: Sequence[ShapeChoice], device: str) -> str:
     for choice in choices:
         cells = [f"{1e3 * choice.seconds[name]:.4f}" if name in choice.seconds else "-" for name in names]
         rows.append((shape_text(choice.shape), str(len(choice.layers)), *cells, choice.recipe, choice.reason))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([f"fp8-auto on {device}, a layer forward and backward with all casts:", *(f"  {line}" for line in lines)])
+    title = f"fp8-auto on {device}, a layer forward and backward with all casts:"
+    return "\n".join([title, *(f"  {line}" for line in aligned(rows))])
 
 
 def _milliseconds(choice: ShapeChoice) -> str:

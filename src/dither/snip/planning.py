@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from dither.console import aligned
 from dither.errors import UserError
 from dither.snip.divergence import Scores
 from dither.snip.options import Option
@@ -91,25 +92,16 @@ def build_plan(layers: Sequence[str], options: Sequence[Option], solution: Solut
     return replace(base, layers=(*rules, *kept), provenance=said)
 
 
-def block_of(name: str) -> int | None:
-    """Return the index of the transformer block of a layer: the first number in its name, or None.
-
-    >>> block_of("model.layers.3.mlp.experts.7.up_proj"), block_of("lm_head")
-    (3, None)
-    """
-    return next((int(part) for part in name.split(".") if part.isdigit()), None)
-
-
 def blocks_of(layers: Sequence[str]) -> list[int]:
-    """Return the block index of each layer; a layer without a number belongs to the block before it.
+    """Return the index of each layer's block, the first number in its name; without one it belongs to the block before it.
 
-    >>> blocks_of(["embed", "h.0.up", "h.1.up", "head"])
+    >>> blocks_of(["embed", "h.0.up", "h.1.experts.7.up", "head"])
     [0, 0, 1, 1]
     """
     blocks: list[int] = []
     for name in layers:
-        found = block_of(name)
-        blocks.append(found if found is not None else max(blocks, default=0))
+        _, index, _ = _parts(name)
+        blocks.append(int(index) if index else max(blocks, default=0))
     return blocks
 
 
@@ -210,9 +202,7 @@ def picture(given: Plan) -> str:
     if len(set(short.values())) < len(short):  # an encoder and a decoder: add the part before the index
         short = {column: column.replace("|", ".*.") for column in columns}
     table = [["block", *short.values()], *([row, *(cells.get((row, column), "") for column in columns)] for row in rows)]
-    widths = [max(len(row[at]) for row in table) for at in range(len(table[0]))]
-    lines = ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
-    return "\n".join([*lines, "", "others:", str(replace(given, layers=tuple(kept)))])
+    return "\n".join([*aligned(table), "", "others:", str(replace(given, layers=tuple(kept)))])
 
 
 def bits_of(precision: LayerPrecision) -> str:

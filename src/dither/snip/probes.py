@@ -12,7 +12,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
 import numpy
@@ -30,7 +30,7 @@ from dither.snip.dry_run import DryRun, Forward, LossAndGradients, TrainingSetup
 from dither.snip.options import CastSite, Option, cast_sites
 from dither.snip.options import options as all_options
 from dither.snip.settings import PROBES
-from dither.snip.statistics import LayerStatistics, Statistics, collecting
+from dither.snip.statistics import LayerStatistics, Statistics, collecting, hooked
 from dither.spec import Cast, LayerPrecision, did_you_mean
 from dither.spec.random import Stream
 
@@ -242,14 +242,13 @@ class _Curvature:
         numbers, exact = itertools.count(), list[Tensor]()
 
         @torch.no_grad()
-        def before(_: nn.Module, args: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> None:
-            x = args[0] if args else named["input"]
+        def before(name: str, layer: Linear, x: Tensor) -> None:
             # Before the layer runs: afterwards FSDP2 may have freed the weight.
             exact.append(functional.plain_linear(x, layer.weight, layer.bias, layer.transposed))
             if isinstance(layer.weight, DTensor) and not layer.weight.placements[0].is_replicate():
                 self.cut = layer.weight.device_mesh.get_group()
 
-        def after(_: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
+        def after(name: str, layer: Linear, y: Tensor) -> None:
             if not y.requires_grad:  # a checkpointed block, which will be recomputed
                 exact.clear()
                 return
@@ -268,14 +267,8 @@ class _Curvature:
 
             y.register_hook(bend)  # type: ignore[no-untyped-call]
 
-        hooks = [layer.register_forward_hook(after, prepend=self.dry_run.parallel)]
-        if operand != "grad":
-            hooks.append(layer.register_forward_pre_hook(before, with_kwargs=True))
-        try:
+        with hooked({"": layer}, None if operand == "grad" else before, after, first=self.dry_run.parallel):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def of_pass(self) -> float:
         """Return e H e / 2 of the observed pass."""
@@ -314,25 +307,19 @@ def _noise(dry_run: DryRun, name: str, where: str, deviation: float, draw: int) 
             noise.zero_()
         return x + DTensor.from_local(noise, mesh, x.placements, run_check=False)
 
-    def output(_: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> Tensor:
+    def output(name: str, layer: Linear, y: Tensor) -> Tensor:
         return noisy(y, dry_run.row)
 
-    def input_gradient(_: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor]) -> Any:
-        x, row = args[0] if args else named["input"], dry_run.row
+    def input_gradient(name: str, layer: Linear, x: Tensor) -> Tensor | None:
         if not x.requires_grad:
             return None
-        own = x.view_as(x)  # x itself may be a buffer of a pipeline, which would keep the hook
+        own, row = x.view_as(x), dry_run.row  # x itself may be a buffer of a pipeline, which would keep the hook
         own.register_hook(lambda dx: noisy(dx, row))  # type: ignore[no-untyped-call]
-        return ((own, *args[1:]), named) if args else (args, {**named, "input": own})
+        return own
 
-    if where == "y":
-        hook = layer.register_forward_hook(output, prepend=dry_run.parallel)
-    else:
-        hook = layer.register_forward_pre_hook(input_gradient, with_kwargs=True)
-    try:
+    before, after = (None, output) if where == "y" else (input_gradient, None)
+    with hooked({name: layer}, before, after, first=dry_run.parallel):
         yield
-    finally:
-        hook.remove()
 
 
 def normal(stream: Stream, step: int, shape: Sequence[int], row: int, device: torch.device | str, column: int = 0) -> Tensor:
@@ -454,32 +441,18 @@ class _ComparedRows:
         with self._watched(compare):
             yield found
 
-    @contextmanager
-    def _watched(self, see: See) -> Iterator[None]:
-        with ExitStack() as stack:
-            for name, layer in self._dry_run.layers.items():
-                for hook in _hooks(name, layer, see, self._dry_run.parallel):
-                    stack.callback(hook.remove)
-            yield
+    def _watched(self, see: See) -> AbstractContextManager[None]:
+        """Call `see` with rows of X under the key "grad" and rows of dY under the key "input": what their errors multiply."""
 
+        def before(name: str, layer: Linear, x: Tensor) -> None:
+            if torch._C._current_graph_task_id() == -1:  # else backward recomputes a checkpointed block
+                see((name, "grad"), layer, *_some_rows(x))
 
-def _hooks(
-    name: str, layer: Linear, see: Callable[[tuple[str, str], Linear, Tensor, float], None], parallel: bool
-) -> list[Any]:
-    """Call `see` with rows of X under the key "grad" and rows of dY under the key "input": what their errors multiply."""
+        def after(name: str, layer: Linear, y: Tensor) -> None:
+            if y.requires_grad:
+                y.register_hook(lambda dy: see((name, "input"), layer, *_some_rows(dy)))  # type: ignore[no-untyped-call]
 
-    def before(_: nn.Module, args: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> None:
-        if torch._C._current_graph_task_id() == -1:  # else backward recomputes a checkpointed block
-            see((name, "grad"), layer, *_some_rows(args[0] if args else named["input"]))
-
-    def after(_: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
-        if y.requires_grad:
-            y.register_hook(lambda dy: see((name, "input"), layer, *_some_rows(dy)))  # type: ignore[no-untyped-call]
-
-    return [
-        layer.register_forward_pre_hook(before, with_kwargs=True),
-        layer.register_forward_hook(after, prepend=parallel),
-    ]
+        return hooked(self._dry_run.layers, before, after, first=self._dry_run.parallel)
 
 
 @torch.no_grad()

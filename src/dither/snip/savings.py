@@ -55,14 +55,13 @@ class LayerTimes:
         """Return the object that `to_dict` described."""
         return cls(data["device"], data["torch"], {_shape_of(text): dict(row) for text, row in data["seconds"].items()})
 
-    def of(self, layer: LayerStatistics, option: Option) -> float:
-        """Return the seconds of a layer in an option; raise if they were not measured."""
-        shape = layer.M, layer.N, layer.K
+    def of(self, layer: str, shape: Shape, option: Option) -> float:
+        """Return the seconds of a layer of a shape in an option; raise if they were not measured."""
         found = self.seconds.get(shape, {}).get(str(option.precision))
         if found is None:
             raise UserError(
-                f"The times of {self.device!r} do not include layer {layer.name!r} with option {option.name!r} and "
-                f"(M, N, K) = {shape}: measure them with dither.snip.measure_times."
+                f"The times of {self.device!r} do not include the layer {layer!r} in {option.name} with (M, N, K) = {shape}: "
+                "measure them on that GPU with dither.snip.measure_times."
             )
         return found
 
@@ -96,7 +95,7 @@ def costs(
     [1.0, 0.25]
     """
     if times is not None:
-        return [[times.of(layer, option) for option in options] for layer in layers]
+        return [[times.of(layer.name, (layer.M, layer.N, layer.K), option) for option in options] for layer in layers]
     per_product = [
         [1 / min(_speed(cast, speeds) for cast in option.precision.casts(product)) for product in PRODUCTS]
         for option in options

@@ -148,19 +148,16 @@ def largest_target(
     >>> largest_target([[0, 1], [0, 5]], [[0, 0.2], [0, 0.4]], pinned={0: 0})
     0.4
     """
-    return _largest(_problem(harm, efficiency, 1.0, stages, times, pinned or {}))
+    problem = _problem(harm, efficiency, 1.0, stages, times, pinned or {})
+    layers, best = numpy.arange(len(problem.harm)), problem.best
+    # Bounds are proportional to the target, or always met.
+    ratios = [math.fsum(numbers[layers, best]) / least for numbers, least in problem.bounds if least > 0]
+    return min([1.0, *ratios])
 
 
 def _reached(problem: _Problem, choice: Choice) -> bool:
     layers = numpy.arange(len(choice))
     return all(math.fsum(numbers[layers, choice]) >= least - SLACK for numbers, least in problem.bounds)
-
-
-def _largest(problem: _Problem) -> float:
-    """Return the largest feasible target, given the problem with target 1; bounds are proportional to it or always met."""
-    layers, best = numpy.arange(len(problem.harm)), problem.best
-    ratios = [math.fsum(numbers[layers, best]) / least for numbers, least in problem.bounds if least > 0]
-    return min([1.0, *ratios])
 
 
 def _least(problem: _Problem, seconds: float) -> tuple[Choice, float]:

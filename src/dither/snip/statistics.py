@@ -4,10 +4,9 @@ Shapes: x_MK input, w_NK weight, y_MN = x_MK w_NK^T output, and dx, dw, dy their
 whole step, over all micro-batches and ranks: x, y and their gradients are those of the step, stacked.
 """
 
-import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,7 +17,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
-from dither.files import Refused, from_json
 from dither.nn.functional import as_input
 from dither.nn.linear import Linear
 from dither.nn.sharded import tensor_parallel
@@ -91,15 +89,6 @@ class Statistics:
         except (KeyError, TypeError) as error:
             raise UserError(f"These are not the statistics of a step as this version writes them: {error}.") from None
 
-    def to_json(self) -> str:
-        """Return one line of JSON."""
-        return json.dumps(self.to_dict())
-
-    @classmethod
-    def from_json(cls, text: str) -> "Statistics":
-        """Return the object that `to_json` described."""
-        return cls.from_dict(load_json("statistics", text))
-
 
 def layers_of(model: nn.Module, *, some: bool = True) -> dict[str, Linear]:
     """Return the layers that statistics are taken of, by name: every `dither.Linear` except experts, which share a parameter.
@@ -154,12 +143,11 @@ class _Norms:
 class Collector:
     """Collects norms, as `collecting` yields it. Numbers stay on the device, without synchronization, until `statistics`."""
 
-    def __init__(self, layers: Mapping[str, Linear], options: Iterable[Option], stream: Stream, parallel: bool) -> None:
-        """Prepare for layers by name; `parallel` says that tensor parallelism shards them."""
-        self._layers, self._casts, self._stream, self._parallel = dict(layers), casts_of(options), stream, parallel
+    def __init__(self, layers: Mapping[str, Linear], options: Iterable[Option], stream: Stream) -> None:
+        self._layers, self._casts, self._stream = dict(layers), casts_of(options), stream
         self._norms = {name: _Norms() for name in layers}
 
-    def _input(self, name: str, layer: Linear, x: Tensor) -> Tensor:
+    def input(self, name: str, layer: Linear, x: Tensor) -> Tensor:
         """Record the errors of casts of x before a layer reads it; return a view of x with a gradient of its own."""
         if isinstance(layer.weight, DTensor):  # still sharded while in use: by tensor parallelism
             tensor_parallel.check(name, layer.weight, layer.transposed, self._casts)
@@ -178,7 +166,7 @@ class Collector:
             own.register_hook(partial(self._input_gradient, name, layer, errors))  # type: ignore[no-untyped-call]
         return own
 
-    def _output(self, name: str, layer: Linear, y: Tensor) -> None:
+    def output(self, name: str, layer: Linear, y: Tensor) -> None:
         """Record y after the layer has computed it."""
         node, errors = self._norms[name].inputs.pop()
         if torch._C._current_graph_task_id() == -1:
@@ -353,34 +341,39 @@ def collecting(
     (16, ['dw', 'dx', 'dy', 'w', 'x', 'y'])
     """
     layers = {name: layer for name, layer in layers_of(model, some=some).items() if only is None or name in only}
-    parallel = is_tensor_parallel(model)
-    seen = Collector(layers, options, stream, parallel)
-    hooks = []
-    for name, layer in layers.items():
-        hooks.append(layer.register_forward_pre_hook(partial(_before, seen, name), with_kwargs=True))
-        # Before the hooks of tensor parallelism, which return the local shard as a plain tensor, but after FSDP2's hooks, so
-        # that the weight is gathered in backward too.
-        hooks.append(layer.register_forward_hook(partial(_after, seen, name), prepend=parallel))
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
+    seen = Collector(layers, options, stream)
+    with hooked(layers, seen.input, seen.output, first=is_tensor_parallel(model)), torch.compiler.set_stance("force_eager"):
+        yield seen
 
 
-def _before(
-    seen: Collector, name: str, layer: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor]
-) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    assert isinstance(layer, Linear)
-    if args:
-        return (seen._input(name, layer, args[0]), *args[1:]), named
-    return args, {**named, "input": seen._input(name, layer, named["input"])}
+Hook = Callable[[str, Linear, Tensor], Tensor | None]
+"""(name, layer, input or output) -> what replaces the tensor, or None to keep it."""
 
 
-def _after(seen: Collector, name: str, layer: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
-    assert isinstance(layer, Linear)
-    seen._output(name, layer, y)
+@contextmanager
+def hooked(
+    layers: Mapping[str, Linear], before: Hook | None = None, after: Hook | None = None, *, first: bool
+) -> Iterator[None]:
+    """Call `before` with the input and `after` with the output of each layer whenever it runs inside the context.
+
+    `first` calls `after` before the hooks of tensor parallelism, which return the local shard as a plain tensor. Without tensor
+    parallelism FSDP2's hooks come first, so that the weight is gathered in backward too.
+    """
+
+    def enter(name: str, layer: Any, args: tuple[Tensor, ...], named: dict[str, Tensor]) -> Any:
+        x = before and before(name, layer, args[0] if args else named["input"])
+        return None if x is None else ((x, *args[1:]), named) if args else (args, {**named, "input": x})
+
+    def leave(name: str, layer: Any, _: Any, y: Tensor) -> Tensor | None:
+        return after and after(name, layer, y)
+
+    with ExitStack() as stack:
+        for name, layer in layers.items():
+            if before is not None:
+                stack.callback(layer.register_forward_pre_hook(partial(enter, name), with_kwargs=True).remove)
+            if after is not None:
+                stack.callback(layer.register_forward_hook(partial(leave, name), prepend=first).remove)
+        yield
 
 
 def _weight(layer: Linear) -> Tensor:
@@ -413,11 +406,3 @@ def check_version(what: str, data: Mapping[str, Any]) -> None:
     if not isinstance(data, Mapping) or data.get("version") != VERSION:
         given = data.get("version") if isinstance(data, Mapping) else data
         raise UserError(f"The {what} have version {given!r}, and this version of dither reads version {VERSION}.")
-
-
-def load_json(what: str, text: str) -> Any:
-    """Parse JSON; raise a UserError if it is invalid."""
-    try:
-        return from_json(text.encode())
-    except (Refused, UnicodeEncodeError) as error:
-        raise UserError(f"This cannot be read as {what}: {error}.") from None

@@ -210,7 +210,7 @@ def find_field(name: str) -> str:
     """
     paths = [field.path for field in configs.describe()]
     found = [name] if name in paths else [path for path in paths if path.endswith(f".{name}")]
-    if name == "schedule":  # the only one of this name until plans had a schedule too
+    if name == "schedule":  # of the learning rate; plans have a schedule too
         found = ["optim.schedule"]
     if len(found) > 1:
         raise UserError(f"A field {name!r:.80} is in several sections: write {' or '.join(found)}.")

@@ -46,7 +46,6 @@ from dither.errors import UserError
 from dither.nn import bitwidth_loss, step_context
 from dither.nn.layers import Conv1D
 from dither.nn.step import untouched
-from dither.numerics.report import finite
 from dither.optim.training import autocast_dtype
 from dither.train.trainer import Trainer
 
@@ -118,12 +117,11 @@ class Bisection:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
+        """Return the result for JSON."""
         found = [{**asdict(each), "ratio": each.ratio} for each in self.differences]
         named = None if self.culprit is None else asdict(self.culprit)
         data = {"a": self.a, "b": self.b, "steps": self.steps, "bound": self.bound, "culprit": named, "sentence": self.sentence}
-        plain: dict[str, Any] = finite({**data, "losses": self.losses, "differences": found})
-        return plain
+        return {**data, "losses": self.losses, "differences": found}
 
 
 def bisect(

@@ -1,17 +1,17 @@
-"""The kinds of matrix product that torch can compute on a device, each tried on a small example."""
+"""Examine and test this machine: `dither doctor`, or `python -m dither.tools.doctor` where its packages are not installed."""
 
-import argparse
 import functools
-import json
+import os
+import platform
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dither.console import print_table
+from dither.console import print_result, print_table, print_text
 from dither.errors import UserError
 from dither.ops.backend import describe
 from dither.ops.reference import matmul, packing, rounding
@@ -21,17 +21,14 @@ from dither.ops.storage import storage_dtype
 from dither.spec import Cast
 from dither.spec.engines import TRIED, VERIFIABLE, Engine
 from dither.spec.formats import TABLE, Format
-from dither.tools.gpus import Device, advice_here, best_device, devices
-from dither.tools.recommend import Advice
+from dither.tools.gpus import Gpu, best_device, cpu_here, gpus_here
+from dither.tools.recommend import Advice, advice_here
 from dither.tools.self_test import (
     ELEMENTS,
     KNOWN_ANSWERS,
-    Check,
+    BitCheck,
     SelfTest,
-    compare_operations,
     differing_bits,
-    load_kernels,
-    operations,
     run_self_test,
 )
 from dither.versions import has_triton, versions
@@ -42,10 +39,10 @@ M, N, K = 256, 256, 512
 
 @dataclass(frozen=True)
 class Product:
-    """The result of trying one kind of matrix product on a small example."""
+    """The outcome of trying one kind of matrix product."""
 
     name: str
-    runs: bool
+    passed: bool
     note: str
     """Why it does not run, what is wrong with its result, or torch's warning."""
 
@@ -161,27 +158,16 @@ UNIT_SIZES = ((304, 384, 512), (160, 304, 1408))
 """(P, Q, L): several blocks along each dimension, partial blocks, and a count of groups of 128 that is not a multiple of 4."""
 
 
-@dataclass(frozen=True)
-class UnitsCheck:
-    """The comparison of one kind of native matrix units with the reference."""
-
-    name: str
-    """A name from `dither.spec.engines.VERIFIABLE`."""
-    passed: bool
-    note: str
-    """The number of differing bits, or why nothing could be compared."""
-
-
-def units_checks(device: str) -> tuple[UnitsCheck, ...]:
+def units_checks(device: str) -> tuple[Product, ...]:
     """Compare every kind of native units with the reference, bit for bit, on numbers whose sums are exact."""
     if not has_triton():
-        return tuple(UnitsCheck(name, False, "not run: Triton is not installed") for name in VERIFIABLE)
+        return tuple(Product(name, False, "not run: Triton is not installed") for name in VERIFIABLE)
     from dither.ops.triton.matmul import product_on
 
     return tuple(units_check(name, device, product_on) for name in VERIFIABLE)
 
 
-def units_check(name: str, device: str, product_on: Callable[..., Tensor]) -> UnitsCheck:
+def units_check(name: str, device: str, product_on: Callable[..., Tensor]) -> Product:
     """Compare one kind of units with the reference on the CPU: sums of small integers, single products of all codes, NaN.
 
     Args:
@@ -207,8 +193,8 @@ def units_check(name: str, device: str, product_on: Callable[..., Tensor]) -> Un
                         different += differing_bits([expected], [got])
                         compared += expected.numel()
     except Exception as problem:  # any failure is a result here: its first line is reported
-        return UnitsCheck(name, False, first_line(problem))
-    return UnitsCheck(name, different == 0, f"{different:,} bits differ in {compared:,} results")
+        return Product(name, False, first_line(problem))
+    return Product(name, different == 0, f"{different:,} bits differ in {compared:,} results")
 
 
 def unit_operand(cast: Cast, rows: int, length: int, kind: str, seed: int) -> Operand:
@@ -260,17 +246,18 @@ SMALLEST = 512
 
 
 @dataclass(frozen=True)
-class Report:
+class MachineReport:
     """Everything that `dither doctor` prints."""
 
     versions: tuple[tuple[str, str], ...]
-    devices: tuple[Device, ...]
+    devices: tuple[Gpu, ...]
+    """The CPU, and every GPU that torch finds."""
     products_on: str
     """The device on which the products were tried."""
     products: tuple[Product, ...]
     self_test: SelfTest
-    units: tuple[UnitsCheck, ...] = ()
-    """Empty without a GPU."""
+    units: tuple[Product, ...] = ()
+    """Comparisons of the native matrix units with the reference; empty without a GPU."""
     advice: Advice = Advice((), ())  # noqa: RUF009 (frozen)
     """Recommended precisions for this machine."""
 
@@ -285,7 +272,7 @@ class Report:
         return 0 if self.self_test.passed else 1
 
 
-def examine(elements: int = ELEMENTS) -> Report:
+def examine(elements: int = ELEMENTS) -> MachineReport:
     """Examine and test this machine, with `elements` elements per cast."""
     if elements < SMALLEST:
         raise UserError(f"The self-test takes {SMALLEST} elements per cast or more, not {elements}.")
@@ -293,24 +280,25 @@ def examine(elements: int = ELEMENTS) -> Report:
     # The products come last: one that crashes the GPU must not affect the self-test.
     tested = run_self_test(elements)
     units = units_checks(on) if on == "cuda" else ()
-    return Report(versions(), devices(), on, products(on), tested, units, advice_here())
+    return MachineReport(versions(), (cpu_here(), *gpus_here()), on, products(on), tested, units, advice_here())
 
 
-def print_report(report: Report) -> None:
+def print_report(report: MachineReport) -> None:
     """Print the whole report."""
     print_table("Versions", ("name", "version"), report.versions)
     print()
-    print_table(
-        "Devices",
-        ("name", "model", "capability", "memory"),
-        [(d.name, d.model, d.capability or "-", f"{d.memory / 2**30:.1f} GiB") for d in report.devices],
-        right=[3],
-    )
+    rows = []
+    for index, device in enumerate(report.devices, -1):
+        name, model, capability = "cpu", f"{platform.machine()}, {os.cpu_count()} cores", "-"
+        if device.capability is not None:
+            name, model, capability = f"cuda:{index}", device.name, "{}.{}".format(*device.capability)
+        rows.append((name, model, capability, f"{device.memory / 2**30:.1f} GiB"))
+    print_table("Devices", ("name", "model", "capability", "memory"), rows, right=[3])
     print()
     print_table(
         f"Matrix products that torch runs on {report.products_on}",
         ("product", "runs", "note"),
-        [(p.name, "yes" if p.runs else "no", p.note) for p in report.products],
+        [(p.name, "yes" if p.passed else "no", p.note) for p in report.products],
     )
     if report.products_on == "cpu":
         print("  On a CPU this shows what can be computed, not what is fast.")
@@ -328,25 +316,24 @@ def print_advice(advice: Advice) -> None:
     header = ("device", "model", "use", "tokens per pass", "GiB")
     print_table("Advice (`dither memory MODEL` shows more)", header, advice.rows, right=[3, 4])
     for note in advice.notes:
-        print(f"  {note}")
+        print_text(f"  {note}")
 
 
-def _print_units(report: Report) -> None:
+def _print_units(report: MachineReport) -> None:
     here = describe(torch.device(report.products_on))
     known = () if here is None else TRIED.get(here.capability, ())
     print_table(
         f"Native matrix units of {report.products_on} against the reference",
         ("units", "correct", "note", "used"),
-        [(u.name, "yes" if u.passed else "no", u.note, _when_used(u, u.name in known)) for u in report.units],
+        [
+            (u.name, "yes" if u.passed else "no", u.note, "always" if u.name in known else "if recorded" if u.passed else "no")
+            for u in report.units
+        ],
     )
-    print(
+    print_text(
         "  `dither doctor --engines FILE` records those that are correct; convert(engines=FILE) and precision.engines use them."
     )
     print()
-
-
-def _when_used(units: UnitsCheck, known: bool) -> str:
-    return "always" if known else "if recorded" if units.passed else "no"
 
 
 def _print_self_test(test: SelfTest) -> None:
@@ -382,29 +369,30 @@ def _print_self_test(test: SelfTest) -> None:
         print("All bits agree.")
 
 
-def _count(checks: Sequence[Check], which: str) -> str:
+def _count(checks: Sequence[BitCheck], which: str) -> str:
     """Return the sum of one comparison as text, or "not run"."""
     counts = [getattr(check, which) for check in checks]
     return "not run" if not counts or None in counts else f"{sum(counts):,}"
 
 
-def run(elements: int = ELEMENTS, engines: str | None = None) -> int:
+def run(elements: int = ELEMENTS, engines: str | None = None, *, json: bool = False) -> int:
     """Examine, print, and return the exit code: 0 when all bits agree, 1 when any differ.
 
     Args:
         elements: The number of elements per cast of the self-test.
         engines: A file in which to record the native units that passed, for this GPU and these versions.
+        json: Print JSON.
     """
     if engines is not None and best_device() == "cpu":
         raise UserError("--engines records the native units of a GPU, and torch finds no GPU here.")
     report = examine(elements)
-    print_report(report)
+    print_result(report, lambda: print_report(report), json=json)
     if engines is not None:
         record_units(report, engines)
     return report.exit_code
 
 
-def record_units(report: Report, path: str) -> None:
+def record_units(report: MachineReport, path: str) -> None:
     """Write the native units that passed to a file, with the machine for which they are valid."""
     here = describe(torch.device(report.products_on), report.verified)
     assert here is not None
@@ -412,30 +400,8 @@ def record_units(report: Report, path: str) -> None:
         here.save(path)
     except OSError as error:
         raise UserError(f"{path!r} cannot be written: {error}.") from None
-    print(f"Recorded in {path}: {', '.join(here.engines) or 'no native units'}.")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `python -m dither.tools.doctor` and return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m dither.tools.doctor", description="Examine and test this machine.")
-    parser.add_argument("--elements", type=int, default=ELEMENTS, help="elements per cast of the self-test")
-    parser.add_argument("--engines", help="a file in which to record the native matrix units that passed")
-    parser.add_argument("--interpret", action="store_true", help="only compare, on the CPU, and print JSON")
-    parser.add_argument("--share", default="0/1", help="with --interpret: which part of the work, such as 0/2")
-    given = parser.parse_args(arguments)
-    if not given.interpret:
-        try:
-            return run(given.elements, given.engines)
-        except UserError as error:
-            print(f"dither.tools.doctor: error: {error}", file=sys.stderr)
-            return 2
-    index, count = map(int, given.share.split("/"))
-    torch.set_num_threads(1)  # the other cores work on other shares
-    # In pairs, because stochastic casts, which take longer, alternate with others.
-    share = [each for number, each in enumerate(operations(given.elements)) if number // 2 % count == index]
-    print(json.dumps([asdict(check) for check in compare_operations(share, "cpu", load_kernels())]))
-    return 0
+    print(f"Recorded in {path}: {', '.join(here.engines) or 'no native units'}.", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

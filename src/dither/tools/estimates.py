@@ -1,31 +1,43 @@
 """Estimate what options of precision do to a run, at one of its checkpoints, for `dither plan`."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor, nn
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from dither.console import ProgressBars, counter
-from dither.data import Batch, open_corpus
 from dither.errors import UserError
-from dither.models.open import find_model
-from dither.nn import Linear
 from dither.settings import override
-from dither.snip.divergence import Scores
-from dither.snip.dry_run import TrainingSetup
-from dither.snip.effort import passes_of
-from dither.snip.options import Option
-from dither.snip.options import options as combinations
-from dither.snip.probes import score
 from dither.snip.settings import Estimator
 from dither.spec import Plan
 from dither.spec.random import Stream
-from dither.train import config
-from dither.train.config import CONFIG
-from dither.train.ranks import joined
-from dither.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from dither.data import Batch
+    from dither.snip.divergence import Scores
+    from dither.snip.options import Option
+    from dither.train.trainer import Trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The batches and the device of estimates at a checkpoint."""
+
+    batches: int = 1
+    """Number of micro-batches for the estimates."""
+    seed: int = 0
+    """Seed of the noise and of stochastic casts."""
+    device: str | None = None
+    """Device, in place of that of the run."""
+    emulate: bool = False
+    """Multiply dequantized numbers in float32 on a GPU too, in place of the setting of the run."""
+    fallback: Literal["error", "bf16", "emulate"] | None = None
+    """For a layer whose casts no matrix units support: error, bf16 or emulate, in place of the setting of the run."""
 
 
 class RunEstimates(NamedTuple):
@@ -38,34 +50,27 @@ class RunEstimates(NamedTuple):
     device: torch.device
 
 
-def estimate_run(
-    path: str,
-    estimator: Estimator,
-    bars: ProgressBars,
-    *,
-    batches: int = 1,
-    seed: int = 0,
-    device: str | None = None,
-    emulate: bool = False,
-    fallback: str | None = None,
-) -> RunEstimates:
+def estimate_run(path: str, estimator: Estimator, chosen: RunOptions, bars: ProgressBars) -> RunEstimates:
     """Estimate the harm of options at a checkpoint of a run, on its next micro-batches.
 
     Args:
         path: The folder of a run, whose newest whole checkpoint is taken, or a checkpoint.
         estimator: The options and the probe; "auto" measures each option.
+        chosen: The batches and the device.
         bars: Show the progress.
-        batches: The number of micro-batches.
-        seed: The seed of noise and of stochastic casts.
-        device: The device, in place of that of the run.
-        emulate: Multiply dequantized numbers in float32 on a GPU too.
-        fallback: As `precision.fallback`, in place of that of the run.
     """
+    from dither.nn import Linear
+    from dither.snip.dry_run import TrainingSetup
+    from dither.snip.effort import passes_of
+    from dither.snip.options import options as combinations
+    from dither.snip.probes import score
+
+    batches = chosen.batches
     if batches < 1:
         raise UserError(f"--batches is a number of micro-batches of at least 1, not {batches}.")
     options = combinations(estimator.options)
     probe: Any = "measure" if estimator.probe == "auto" else estimator.probe
-    with _restored(path, device, emulate, fallback, bars) as trainer:
+    with _restored(path, chosen, bars) as trainer:
         parts: list[Batch] = []
         while len(parts) < batches:
             step = trainer.done + trainer.offset + len(parts) // trainer.parts
@@ -85,7 +90,7 @@ def estimate_run(
                 parts,
                 trainer.training.optimizer,
                 options,
-                stream=Stream(seed, "snip", str(trainer.done)),
+                stream=Stream(chosen.seed, "snip", str(trainer.done)),
                 forward=forward,
                 probe=probe,
                 rows=estimator.rows,
@@ -96,14 +101,25 @@ def estimate_run(
 
 
 @contextmanager
-def _restored(path: str, device: str | None, emulate: bool, fallback: str | None, bars: ProgressBars) -> Iterator[Trainer]:
+def _restored(path: str, chosen: RunOptions, bars: ProgressBars) -> Iterator[Trainer]:
     """Restore the newest whole checkpoint of a run, or the checkpoint at the path."""
+    from dither.data import open_corpus
+    from dither.models.open import find_model
+    from dither.train import config
+    from dither.train.config import CONFIG
+    from dither.train.ranks import joined
+    from dither.train.trainer import Trainer
+
     found = find_model(path)
     folder = found.run
     if folder is None:
         kinds = f"neither the folder of a run, with a {CONFIG}, nor a checkpoint of one"
         raise UserError(f"{path!r} is {kinds}: name what `dither train` wrote.")
-    given = {"run.device": device, "precision.emulate": emulate or None, "precision.fallback": fallback}
+    given = {
+        "run.device": chosen.device,
+        "precision.emulate": chosen.emulate or None,
+        "precision.fallback": chosen.fallback,
+    }
     changes = {path: value for path, value in given.items() if value is not None}
     run = override(config.load(folder / CONFIG), values={"run.out": str(folder), "run.compile": False, **changes})
     with joined(run.run.device) as ranks:

@@ -19,8 +19,7 @@ from dither.models.presets import skeleton
 from dither.nn.convert import reasons_left_alone
 from dither.nn.sites import find_sites, weight_of
 from dither.numerics.counts import COUNTS, SAMPLE, cast_counts
-from dither.numerics.monitor import MeasuredUpdate, last_update
-from dither.numerics.report import WeightUpdate, finite
+from dither.numerics.monitor import MeasuredUpdate, WeightUpdate, last_update
 from dither.ops.backend import implementation
 from dither.optim import AdamMini, AdamW, roles
 from dither.optim.groups import MEANING
@@ -83,11 +82,10 @@ class InspectedModel:
         return sorted(self.layers, key=lambda layer: -math.inf if layer.nonfinite else _decibels(layer.casts[cast].sqnr))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON, with layers in the order of the first cast."""
+        """Return the result for JSON, with layers in the order of the first cast."""
         first = next(iter(self.layers[0].casts)) if self.layers else ""
         layers = [{**asdict(layer), "binades": layer.binades} for layer in self.worst_first(first)] if first else []
-        found: dict[str, Any] = finite({"model": self.model, "step": self.step, "layers": layers, "note": self.note})
-        return found
+        return {"model": self.model, "step": self.step, "layers": layers, "note": self.note}
 
 
 class _Weight(NamedTuple):

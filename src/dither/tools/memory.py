@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from dither.errors import UserError
 from dither.files import Refused, from_json, read
@@ -18,7 +18,9 @@ from dither.parallel.layout import Layout
 from dither.spec import SWIGLU_CAST, Cast, LayerPrecision, MemoryOptions, did_you_mean
 from dither.spec.engines import container
 from dither.spec.formats import TABLE, Format
+from dither.spec.modes import MODES
 from dither.spec.optimizer import BLOCKS, WHOLE
+from dither.spec.recipes import recipe
 
 GIB = 2**30
 
@@ -27,6 +29,12 @@ ALIGNED = 64
 
 WORKSPACE = 64 * 2**20
 """Bytes of workspaces of matrix products. Peaks on an H200 are 70 to 110 MiB above the sum of all other parts."""
+
+
+def check_positive(what: str, given: object) -> None:
+    """Raise a UserError unless a value is a positive integer."""
+    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+        raise UserError(f"{what} is a positive integer, not {given!r}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +72,7 @@ class Shape:
 
     def __post_init__(self) -> None:
         for name in ("width", "layers", "heads", "feed_forward", "vocab"):
-            given = getattr(self, name)
-            if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-                raise UserError(f"The {name} of a model is a positive integer, not {given!r}.")
+            check_positive(f"The {name} of a model", getattr(self, name))
 
     @property
     def query_width(self) -> int:
@@ -120,46 +126,24 @@ def llama_of(parameters: float, *, vocab: int = 32000) -> Shape:
     return min((of(step) for step in range(1, 2048)), key=lambda shape: abs(shape.parameters - parameters))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Storage:
-    """Formats in which a mode stores its numbers; `STORAGE` has those of all modes."""
+class Storage(NamedTuple):
+    """Formats in which a training stores its numbers, and the bytes that its optimizer keeps beside each weight."""
 
-    parameters: str = "fp32"
+    parameters: str
     """Format of the weights that products read."""
-    compute: str = "bf16"
+    compute: str
     """Format of products; autocast if it is narrower than the parameters."""
-    master: int = 0
-    """Bytes per parameter that the optimizer keeps of master weights: 4, or those beside the weights if masters are split."""
-    compensation: bool = False
-    """True if it keeps a Kahan compensation, as wide as a parameter."""
-    gradients: str = "fp32"
+    gradients: str
     """Format of gradients."""
-    states: str = "fp32"
+    states: str
     """Format of the optimizer's moments."""
+    masters: int
+    """Bytes per parameter of master weights, of the bits beside weights if they are split, or of Kahan's compensation."""
 
     @property
     def autocast(self) -> bool:
         """Return True if products read narrower copies of the parameters."""
         return format_bytes(self.compute) < format_bytes(self.parameters)
-
-
-_NARROW = {"parameters": "bf16", "gradients": "bf16", "states": "bf16"}
-
-STORAGE: Mapping[str, Storage] = MappingProxyType(
-    {
-        "fp32": Storage(compute="fp32"),
-        "o1": Storage(),
-        "o2": Storage(parameters="bf16", master=4),
-        "o2-split": Storage(parameters="bf16", master=2),
-        "bf16-rn": Storage(**_NARROW),  # type: ignore[arg-type]
-        "bf16-sr": Storage(**_NARROW),  # type: ignore[arg-type]
-        "bf16-kahan": Storage(**_NARROW, compensation=True),  # type: ignore[arg-type]
-        "bf16-24": Storage(**_NARROW, master=1),  # type: ignore[arg-type]
-        "fp16": Storage(compute="fp16"),
-        "fp16-o2": Storage(parameters="fp16", compute="fp16", master=4),
-    }
-)
-"""Formats by mode, as in `dither.optim.training`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,12 +164,8 @@ class Setting:
     """adamw has two moments per parameter; adam-mini has one, and almost nothing for the second."""
     sampling: Literal["none", "kept", "recomputed"] = "none"
     """Sampled weights (GaussWS, DiffQ): none, kept from forward to backward, or recomputed in backward."""
-    checkpointing: bool = False
-    """True if each block keeps only its input and is recomputed in backward (`torch.utils.checkpoint`)."""
     compiled: bool = True
     """True if each block is compiled separately, as `dither train` does on a GPU."""
-    accumulate: bool = False
-    """True if a step has several backward passes (gradient accumulation), so that gradients and activations coexist."""
     released: bool = False
     """True if backward updates each block and frees its gradients (`dither.optim.release_gradients`)."""
     residual: str | None = None
@@ -196,17 +176,13 @@ class Setting:
     """True if the loss keeps float32 logits and their gradients too; dither's own cross entropy does not."""
 
     def __post_init__(self) -> None:
-        _choose("mode", self.mode, STORAGE)
+        _choose("mode", self.mode, tuple(MODES))
         if self.states is not None:
             _choose("format of optimizer states", self.states, (*WHOLE, *BLOCKS))
         if self.gradients is not None:
             _choose("format of gradients", self.gradients, ("fp32", "bf16"))
         _choose("optimizer", self.optimizer, ("adamw", "adam-mini"))
         _choose("kind of sampling", self.sampling, ("none", "kept", "recomputed"))
-        if self.released and self.accumulate:
-            raise UserError(
-                "released=True uses gradients in the backward pass, and accumulate=True keeps them: choose one of them."
-            )
         if self.residual is not None:
             _choose("format of the residual stream", self.residual, WHOLE)
 
@@ -228,9 +204,36 @@ class Setting:
     @functools.cached_property
     def storage(self) -> Storage:
         """Return the formats in which everything is stored."""
-        found = STORAGE[self.mode]
-        found = found if self.states is None else replace(found, states=self.states)
-        return found if self.gradients is None else replace(found, gradients=self.gradients)
+        mode, plan = MODES[self.mode], MODES[self.mode].plan
+        assert plan.parameters is not None
+        assert plan.compute is not None
+        masters = {None: 0, "fp32": 4, "split": 2, "split24": 1}[mode.master]
+        if mode.weights == "kahan":
+            masters = format_bytes(plan.parameters)
+        return Storage(plan.parameters, plan.compute, self.gradients or mode.gradients, self.states or mode.states, masters)
+
+
+@dataclass(frozen=True)
+class PrecisionChoice:
+    """A precision, by the names that the config's section [precision] has for it.
+
+    >>> print(PrecisionChoice("o1", "fp8-current", "companded8"))
+    o1 + fp8-current + companded8 states
+    """
+
+    mode: str
+    recipe: str | None = None
+    states: str | None = None
+
+    @functools.cached_property
+    def setting(self) -> Setting:
+        """Return the setting of the memory and time estimates."""
+        precision = None if self.recipe is None else recipe(self.recipe).default
+        return Setting(mode=self.mode, precision=precision, states=self.states)
+
+    def __str__(self) -> str:
+        parts = (self.mode, self.recipe, self.states and f"{self.states} states")
+        return " + ".join(part for part in parts if part)
 
 
 PARTS = MappingProxyType(
@@ -252,7 +255,7 @@ MOMENTS = ("loss", "recompute", "update")
 
 
 @dataclass(frozen=True)
-class Estimate:
+class MemoryEstimate:
     """Bytes of each part at each moment of a step that may be its peak."""
 
     moments: Mapping[str, Mapping[str, int]]
@@ -273,65 +276,9 @@ class Estimate:
         """Return the bytes of all parts at the peak."""
         return sum(self.parts.values())
 
-
-def estimate(shape: Shape, setting: Setting, *, batch: int, sequence: int) -> Estimate:
-    """Estimate the memory of a training step on one GPU; `batch` is the number of sequences per forward pass.
-
-    >>> shape = Shape(width=2048, layers=22, heads=32, feed_forward=5632, vocab=32000)
-    >>> round(estimate(shape, Setting(mode="o1"), batch=8, sequence=2048).peak / GIB, 1)  # an H200 measures 42.42
-    42.4
-    >>> round(estimate(shape, Setting(mode="bf16-sr"), batch=8, sequence=2048).peak / GIB, 1)  # 31.7
-    31.7
-    """
-    for name, given in (("batch", batch), ("sequence", sequence)):
-        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-            raise UserError(f"The {name} is a positive integer, not {given!r}.")
-    storage, tokens = setting.storage, batch * sequence
-    still = resident(shape, setting)
-    counted = max(shape.output_weights, shape.block_weights // shape.layers) if setting.released else shape.parameters
-    gradients = round(counted * format_bytes(storage.gradients))
-    kept, codes = (tokens * each for each in block_activations(shape, setting))
-    copies = weight_code_bytes(shape, setting)
-    held = copies if setting.casts_weight else 0  # codes stay in buffers; backward frees copies
-    logits = tokens * math.ceil(shape.vocab / ALIGNED) * ALIGNED * setting.logit_bytes
-    last = tokens * last_norm(shape, setting)
-    while_forward = {**still, "gradients": gradients if setting.accumulate else 0, "weight_codes": copies}
-    everything = {"activations": shape.layers * kept, "input_codes": shape.layers * codes}
-    moments = {}
-    if setting.checkpointing:
-        inputs = tokens * shape.layers * shape.width * setting.residual_bytes
-        # A compiled block recreates its copies of weights; autocast without compilation keeps them all.
-        copies = copies if held or not setting.compiled else copies // shape.layers
-        again = {**while_forward, "weight_codes": copies, "activations": inputs, "input_codes": codes, "logits": 0}
-        again["gradients"] = max(again["gradients"], shape.output_weights * format_bytes(storage.gradients))
-        moments["recompute"] = {**again, "temporaries": kept + WORKSPACE}
-        everything = {"activations": inputs, "input_codes": 0}
-        while_forward["weight_codes"] = copies
-    moments["loss"] = {**while_forward, **everything, "logits": logits, "temporaries": last + WORKSPACE}
-    # The last gradient is computed in the format of products before it is converted to its own; during the backward pass of
-    # the first block, all gradients but its own exist.
-    widest = shape.output_weights * format_bytes(storage.compute)
-    first = kept + codes - format_bytes(storage.gradients) * shape.block_weights / shape.layers
-    nothing = {"activations": 0, "input_codes": 0, "logits": 0, "temporaries": max(widest, first) + WORKSPACE}
-    moments["update"] = {**still, "gradients": gradients, "weight_codes": held, **nothing}
-    rounded = {
-        moment: MappingProxyType({part: round(moments[moment][part]) for part in PARTS})
-        for moment in MOMENTS
-        if moment in moments
-    }
-    return Estimate(MappingProxyType(rounded))
-
-
-def largest_batch(shape: Shape, setting: Setting, *, sequence: int, memory: int, most: int = 1024) -> int:
-    """Return the largest power of two of sequences whose estimate is within `memory` bytes; 0 if not even one fits.
-
-    >>> largest_batch(llama_of(1e9), Setting(mode="bf16-sr"), sequence=2048, memory=80 * GIB)
-    16
-    """
-    batch = 0
-    while 2 * batch <= most and estimate(shape, setting, batch=max(1, 2 * batch), sequence=sequence).peak <= memory:
-        batch = max(1, 2 * batch)
-    return batch
+    def to_dict(self) -> dict[str, Any]:
+        """Return the peak as plain values for JSON."""
+        return {"memory_bytes": dict(self.parts), "peak_bytes": self.peak, "peak_moment": self.moment}
 
 
 def code_bytes(cast: Cast, rows: int, columns: int) -> float:
@@ -356,12 +303,11 @@ def code_bytes(cast: Cast, rows: int, columns: int) -> float:
 def resident(shape: Shape, setting: Setting) -> dict[str, int]:
     """Return the bytes of weights, masters and states, which persist between steps."""
     storage, count = setting.storage, shape.parameters
-    own = storage.master or (format_bytes(storage.parameters) if storage.compensation else 0)
     moments = 1 if setting.optimizer == "adam-mini" else 2
     one = format_bytes(storage.states) if storage.states in WHOLE else 1 + 4 / setting.state_block
     return {
         "weights": round(count * format_bytes(storage.parameters)),
-        "masters": round(count * own),
+        "masters": round(count * storage.masters),
         "states": round(count * moments * one),
     }
 
@@ -434,7 +380,7 @@ def format_bytes(name: str) -> int:
     return TABLE[name].bits // 8
 
 
-def _choose(what: str, given: object, known: Mapping[str, object] | tuple[str, ...]) -> None:
+def _choose(what: str, given: object, known: tuple[str, ...]) -> None:
     if given not in known:
         hint = did_you_mean(given, known) if isinstance(given, str) else ""
         raise UserError(f"There is no {what} {given!r}{hint}: choose from {', '.join(known)}.")
@@ -656,40 +602,6 @@ def in_flight(layout: ScheduledLayout, passes: int, *, last: bool) -> float:
     return min(chunks, passes * layout.virtual) / layout.virtual
 
 
-@dataclass(frozen=True, kw_only=True)
-class Passes:
-    """The forward passes of a step: their number, size and recomputation."""
-
-    micro: int = 1
-    """Sequences per forward pass and GPU."""
-    sequence: int = 8192
-    """Tokens per sequence."""
-    number: int = 1
-    """Forward passes per step and GPU."""
-    checkpointing: Checkpointing = "none"
-    """Recomputation in backward."""
-
-    @property
-    def tokens(self) -> int:
-        """Return the tokens per forward pass."""
-        return self.micro * self.sequence
-
-
-def memory_per_gpu(shape: Shape, setting: Setting, layout: ScheduledLayout, passes: Passes) -> Estimate:
-    """Estimate the memory of the fullest GPU of a layout, in the first or in the last stage.
-
-    >>> from dither.tools.memory import GIB, llama_of
-    >>> alone = memory_per_gpu(llama_of(8e9), Setting(), ScheduledLayout(), Passes())
-    >>> sharded = memory_per_gpu(llama_of(8e9), Setting(), ScheduledLayout(dp_shard=8), Passes())
-    >>> round(alone.peak / GIB), round(sharded.peak / GIB)
-    (144, 53)
-    """
-    first = _stage(shape, setting, layout, passes, last=layout.pp == 1)
-    if layout.pp == 1:
-        return first
-    return max(first, _stage(shape, setting, layout, passes, last=True), key=lambda found: found.peak)
-
-
 def kept_per_token(shape: Shape, setting: Setting, checkpointing: Checkpointing, tp: int) -> tuple[float, float]:
     """Return (activations, codes of inputs) that one block keeps until backward, in bytes per token."""
     if checkpointing == "none":
@@ -704,8 +616,63 @@ def kept_per_token(shape: Shape, setting: Setting, checkpointing: Checkpointing,
     return own + (c * (products + q) + 4 * shape.heads) / tp, 0.0
 
 
-def _stage(shape: Shape, setting: Setting, layout: ScheduledLayout, passes: Passes, *, last: bool) -> Estimate:
-    """Estimate the memory of one GPU of a stage; `estimate` of `dither.tools.memory` is the case of one GPU."""
+@dataclass(frozen=True, kw_only=True)
+class StepPasses:
+    """The forward passes of a step on one GPU: their number, size and recomputation."""
+
+    batch: int = 1
+    """Sequences per forward pass."""
+    sequence: int = 8192
+    """Tokens per sequence."""
+    number: int = 1
+    """Forward passes per step; gradients of several ones are accumulated, and coexist with activations."""
+    checkpointing: Checkpointing = "none"
+    """Recomputation in backward."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "sequence"):
+            check_positive(f"The {name}", getattr(self, name))
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens per forward pass."""
+        return self.batch * self.sequence
+
+
+ONE_GPU = ScheduledLayout()
+
+
+def estimate(shape: Shape, setting: Setting, passes: StepPasses, layout: ScheduledLayout = ONE_GPU) -> MemoryEstimate:
+    """Estimate the memory of a training step: of the only GPU, or of the fullest one of a layout.
+
+    >>> shape = Shape(width=2048, layers=22, heads=32, feed_forward=5632, vocab=32000)
+    >>> passes = StepPasses(batch=8, sequence=2048)
+    >>> round(estimate(shape, Setting(mode="o1"), passes).peak / GIB, 1)  # an H200 measures 42.42
+    42.4
+    >>> sharded = estimate(llama_of(8e9), Setting(), StepPasses(), ScheduledLayout(dp_shard=8))
+    >>> round(estimate(llama_of(8e9), Setting(), StepPasses()).peak / GIB), round(sharded.peak / GIB)
+    (144, 53)
+    """
+    if setting.released and passes.number > 1:
+        raise UserError("released=True uses gradients in the backward pass, and several passes accumulate them: choose one.")
+    stages = [_stage(shape, setting, passes, layout, last=last) for last in ((False, True) if layout.pp > 1 else (True,))]
+    return max(stages, key=lambda found: found.peak)
+
+
+def largest_batch(shape: Shape, setting: Setting, passes: StepPasses, *, memory: int, most: int = 1024) -> int:
+    """Return the largest power of two of sequences per pass whose estimate is within `memory` bytes; 0 if none fits.
+
+    >>> largest_batch(llama_of(1e9), Setting(mode="bf16-sr"), StepPasses(sequence=2048), memory=80 * GIB)
+    16
+    """
+    batch = 0
+    while 2 * batch <= most and estimate(shape, setting, replace(passes, batch=max(1, 2 * batch))).peak <= memory:
+        batch = max(1, 2 * batch)
+    return batch
+
+
+def _stage(shape: Shape, setting: Setting, passes: StepPasses, layout: ScheduledLayout, *, last: bool) -> MemoryEstimate:
+    """Estimate the memory of one GPU of the first or of the last stage of a pipeline."""
     storage, tokens, tp = setting.storage, passes.tokens, layout.tp
     layers = stage_layers(shape, layout, last=last)
     whole = stage_parameters(shape, layout, last=last)
@@ -714,21 +681,23 @@ def _stage(shape: Shape, setting: Setting, layout: ScheduledLayout, passes: Pass
     c, g = format_bytes(storage.compute), format_bytes(storage.gradients)
     weights = shape.block_weights * layers / shape.layers / tp
     output = shape.output_weights / tp if last else 0.0
-    still = _persistent(shape, setting, held)
+    still = {part: size * (held / shape.parameters) for part, size in resident(shape, setting).items()}
 
     narrow = c if storage.autocast else 0
     per_weight = (weight_code_bytes(shape, setting) - shape.output_weights * narrow) / shape.block_weights
-    codes_held = setting.casts_weight
+    codes_held = setting.casts_weight  # codes stay in buffers; backward frees copies
     copies = per_weight * weights / layout.dp_shard if codes_held or not sharded else 0.0
     copies += 0.0 if sharded else narrow * output
     gathered = 0.0
-    gradients = held * g
+    gradients, of_block = held * g, weights / layers / layout.dp_shard * g
+    if setting.released:
+        gradients = max(output, weights / layers) / layout.dp_shard * g
     if sharded:
         # Blocks are gathered one ahead and freed again; a pipeline keeps its stage gathered, and its gradients unsharded.
         block, one = weights / layers, per_weight / 2 if codes_held else c
         gathered = weights * 2 * one if pipeline and codes_held else weights * one if pipeline else 2 * block * one
         gathered += max(output, shape.output_weights / tp) * c + (0.0 if pipeline else block * (c + g))
-        gradients = whole * g if pipeline else gradients
+        gradients, of_block = (whole * g, weights / layers * g) if pipeline else (gradients, of_block)
 
     kept, codes = (tokens * each for each in kept_per_token(shape, setting, passes.checkpointing, tp))
     block_kept, block_codes = (tokens * each for each in block_activations(shape, setting, tp=tp))
@@ -741,30 +710,25 @@ def _stage(shape: Shape, setting: Setting, layout: ScheduledLayout, passes: Pass
     everything = {"activations": flight * layers * kept, "input_codes": flight * layers * codes}
     moments = {}
     if passes.checkpointing != "none":
+        # A compiled block recreates its copies of weights; autocast without compilation keeps them all.
         forward["weight_codes"] = copies if codes_held or not setting.compiled else copies / layers
         again = {**forward, **everything, "logits": 0.0, "temporaries": block_kept + WORKSPACE + gathered}
         again["input_codes"] = block_codes
         again["gradients"] = max(accumulated, output / layout.dp_shard * g)
         moments["recompute"] = again
     moments["loss"] = {**forward, **everything, "logits": logits, "temporaries": ending + WORKSPACE + gathered}
+    # The last gradient is computed in the format of products before it is converted to its own; during the backward pass of
+    # the first block, all gradients but its own exist.
     widest = (output or shape.output_weights / tp) * c
-    first = block_kept + block_codes - gradients * weights / whole / layers
-    nothing = {"activations": 0.0, "input_codes": 0.0, "logits": 0.0, "temporaries": max(widest, first) + WORKSPACE + gathered}
-    moments["update"] = {
-        **still,
-        "gradients": gradients,
-        "weight_codes": copies if codes_held else 0.0,
-        **nothing,
-    }
-    rounded = {
-        moment: MappingProxyType({part: round(moments[moment][part]) for part in PARTS})
-        for moment in MOMENTS
-        if moment in moments
-    }
-    return Estimate(MappingProxyType(rounded))
-
-
-def _persistent(shape: Shape, setting: Setting, held: float) -> dict[str, float]:
-    """Return the bytes of the weights, masters and states of `held` parameters."""
-    share = held / shape.parameters
-    return {part: size * share for part, size in resident(shape, setting).items()}
+    largest = max(widest, block_kept + block_codes - of_block)
+    nothing = {"activations": 0.0, "input_codes": 0.0, "logits": 0.0, "temporaries": largest + WORKSPACE + gathered}
+    moments["update"] = {**still, "gradients": gradients, "weight_codes": copies if codes_held else 0.0, **nothing}
+    return MemoryEstimate(
+        MappingProxyType(
+            {
+                moment: MappingProxyType({part: round(moments[moment][part]) for part in PARTS})
+                for moment in MOMENTS
+                if moment in moments
+            }
+        )
+    )

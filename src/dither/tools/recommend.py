@@ -5,106 +5,63 @@ one GPU; the parts of an estimate of `dither.tools.memory` help to divide a mode
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from dither.errors import UserError
-from dither.spec import did_you_mean
-from dither.spec.recipes import recipe
-from dither.tools.memory import GIB, Estimate, Setting, Shape, estimate, largest_batch
+from dither.models import PRESETS
+from dither.spec import MemoryOptions
+from dither.tools.gpus import Gpu, bf16_slowdown, cpu_here, gpus_here
+from dither.tools.memory import (
+    GIB,
+    Checkpointing,
+    MemoryEstimate,
+    PrecisionChoice,
+    Setting,
+    Shape,
+    StepPasses,
+    estimate,
+    largest_batch,
+    shape_of,
+)
 
 Risk = Literal["none", "low", "high"]
 
 FP8_FROM = 9e8
 """Parameters from which FP8 pays. With stochastic rounding it ran at 1.10 times o1's speed at 134M, and at 1.38 times at 1B."""
 
-MARGIN, CONTEXT = 0.04, GIB
-"""Fraction of a GPU's memory left to fragmentation, and bytes left to CUDA itself."""
-
 PASS, MOST = 8192, 64
 """Desired tokens per forward pass, and maximum number of sequences that is recommended."""
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU, or a CPU with `capability=None`."""
-
-    name: str
-    capability: tuple[int, int] | None
-    memory: int
-    """Memory in bytes."""
-
-    @property
-    def usable(self) -> int:
-        """Return the bytes available to tensors."""
-        return max(0, round(self.memory * (1 - MARGIN) - CONTEXT))
-
-
-def _gpus(*rows: tuple[str, tuple[int, int], float]) -> Mapping[str, Gpu]:
-    return MappingProxyType({name.lower(): Gpu(name, capability, round(gib * GIB)) for name, capability, gib in rows})
-
-
-GPUS = _gpus(
-    ("V100-32GB", (7, 0), 32),
-    ("T4", (7, 5), 15),
-    ("A100-40GB", (8, 0), 40),
-    ("A100-80GB", (8, 0), 80),
-    ("A40", (8, 6), 45),
-    ("RTX-3090", (8, 6), 24),
-    ("L4", (8, 9), 22.5),
-    ("L40S", (8, 9), 45),
-    ("RTX-4090", (8, 9), 24),
-    ("H100-80GB", (9, 0), 80),
-    ("H200", (9, 0), 140),
-    ("B200", (10, 0), 180),
-    ("RTX-5090", (12, 0), 32),
-)
-"""GPUs by name, with compute capability and approximately the memory that CUDA reports."""
 
 
 @dataclass(frozen=True)
 class Recommendation:
     """A recommended precision for training a model on a GPU."""
 
-    mode: str
-    """Value of `precision.mode`."""
-    recipe: str | None
-    """Value of `precision.recipe`."""
-    states: str | None
-    """Value of `precision.states`."""
-    checkpointing: bool
+    choice: PrecisionChoice
+    checkpointing: bool = False
     """True if blocks should be recomputed in backward."""
-    batch: int
-    """The largest power of two of sequences that fits into a forward pass; 0 if nothing fits."""
-    estimate: Estimate
-    """Memory with that batch, or with one sequence if nothing fits."""
-    reasons: tuple[str, ...]
+    reasons: tuple[str, ...] = ()
     """Sentences, the most important first."""
+    batch: int = 0
+    """The largest power of two of sequences that fits into a forward pass; 0 if nothing fits."""
+    estimate: MemoryEstimate = field(default=MemoryEstimate({}), hash=False)
+    """Memory with that batch, or with one sequence if nothing fits."""
 
     @property
     def settings(self) -> tuple[str, ...]:
         """Return the settings for `dither train --set`."""
-        given = {"precision.mode": self.mode, "precision.recipe": self.recipe, "precision.states": self.states}
-        return tuple(f"{key}={value}" for key, value in given.items() if value is not None)
+        given = {"mode": self.choice.mode, "recipe": self.choice.recipe, "states": self.choice.states}
+        again = ("parallel.checkpointing=full",) if self.checkpointing else ()
+        return (*(f"precision.{name}={value}" for name, value in given.items() if value is not None), *again)
 
-    @property
-    def summary(self) -> str:
-        """Return the choice in a few words."""
-        parts = [self.mode, self.recipe, self.states and f"{self.states} states", self.checkpointing and "checkpointing"]
-        return " + ".join(str(part) for part in parts if part)
+    def __str__(self) -> str:
+        return f"{self.choice} + checkpointing" if self.checkpointing else str(self.choice)
 
-
-def gpu_named(name: str) -> Gpu:
-    """Return the GPU of that name, ignoring case.
-
-    >>> gpu_named("a100-80gb").capability
-    (8, 0)
-    """
-    if name.lower() not in GPUS:
-        known = [gpu.name for gpu in GPUS.values()]
-        raise UserError(f"There is no GPU {name!r}{did_you_mean(name, known)} in the list: {', '.join(known)}.")
-    return GPUS[name.lower()]
+    def passes(self, batch: int, sequence: int, *, accumulate: bool) -> StepPasses:
+        """Return the passes of a step; gradients accumulate over several ones."""
+        again: Checkpointing = "full" if self.checkpointing else "none"
+        return StepPasses(batch=batch, sequence=sequence, number=2 if accumulate else 1, checkpointing=again)
 
 
 def recommend(shape: Shape, gpu: Gpu, *, sequence: int = 2048, tokens: int = PASS, risk: Risk = "low") -> Recommendation:
@@ -121,10 +78,11 @@ def recommend(shape: Shape, gpu: Gpu, *, sequence: int = 2048, tokens: int = PAS
         risk: "none" keeps the numerics of mixed precision in BF16 (FP16 if the GPU has no BF16). "low" adds FP8, stochastic
             rounding and 8-bit states; "high" adds FP4 if the GPU has units for it.
 
+    >>> from dither.tools.gpus import GPUS
     >>> from dither.tools.memory import llama_of
     >>> found = recommend(llama_of(3e9), GPUS["h100-80gb"])
-    >>> found.summary, found.settings
-    ('o1 + fp8-current', ('precision.mode=o1', 'precision.recipe=fp8-current'))
+    >>> print(found, found.settings)
+    o1 + fp8-current ('precision.mode=o1', 'precision.recipe=fp8-current')
     """
     if risk not in ("none", "low", "high"):
         raise UserError(f"The risk is none, low or high, not {risk!r}.")
@@ -133,46 +91,27 @@ def recommend(shape: Shape, gpu: Gpu, *, sequence: int = 2048, tokens: int = PAS
     plain, again = ([rung for rung in ladder if rung.checkpointing is kind] for kind in (False, True))
     for least, rungs in ((wanted, plain), (1, plain[::-1]), (wanted, again), (1, again)):
         for rung in rungs:
-            setting = replace(rung.setting, accumulate=least < wanted)  # gradients accumulate over several passes
-            batch = largest_batch(shape, setting, sequence=sequence, memory=gpu.usable, most=MOST)
+            passes = rung.passes(1, sequence, accumulate=least < wanted)
+            batch = largest_batch(shape, rung.choice.setting, passes, memory=gpu.usable, most=MOST)
             if batch >= least:
-                why = [before.given_up(shape, gpu, sequence, least) for before in ladder[: ladder.index(rung)]]
-                fits = estimate(shape, setting, batch=batch, sequence=sequence)
+                why = [_given_up(before, shape, gpu, sequence, least) for before in ladder[: ladder.index(rung)]]
+                fits = estimate(shape, rung.choice.setting, replace(passes, batch=batch))
                 small = [f"Only {batch * sequence} tokens fit into a pass: accumulate gradients."] if batch < wanted else []
-                return rung.chosen(batch, fits, (*reasons, *why, *rung.reasons, *small))
+                return replace(rung, batch=batch, estimate=fits, reasons=(*reasons, *why, *rung.reasons, *small))
     leanest = ladder[-1]
-    needs = estimate(shape, leanest.setting, batch=1, sequence=sequence)
+    needs = estimate(shape, leanest.choice.setting, leanest.passes(1, sequence, accumulate=False))
     no = (
         f"It does not fit: one sequence of {sequence} tokens needs {needs.peak / GIB:.0f} GiB in the leanest setting here, and "
         f"{gpu.name} has {gpu.usable / GIB:.0f} GiB to use. Shard the model over several GPUs."
     )
-    return leanest.chosen(0, needs, (no, *reasons))
+    return replace(leanest, estimate=needs, reasons=(no, *reasons))
 
 
-@dataclass(frozen=True)
-class _Rung:
-    """One setting to try."""
-
-    mode: str
-    recipe: str | None = None
-    states: str | None = None
-    checkpointing: bool = False
-    reasons: tuple[str, ...] = ()
-
-    @property
-    def setting(self) -> Setting:
-        precision = None if self.recipe is None else recipe(self.recipe).default
-        return Setting(mode=self.mode, precision=precision, states=self.states, checkpointing=self.checkpointing)
-
-    def chosen(self, batch: int, fits: Estimate, reasons: Sequence[str]) -> Recommendation:
-        return Recommendation(self.mode, self.recipe, self.states, self.checkpointing, batch, fits, tuple(reasons))
-
-    def given_up(self, shape: Shape, gpu: Gpu, sequence: int, batch: int) -> str:
-        """Return the reason why this setting was not taken."""
-        setting = replace(self.setting, accumulate=batch * sequence < PASS)
-        needs = estimate(shape, setting, batch=batch, sequence=sequence).peak / GIB
-        name = Recommendation(self.mode, self.recipe, self.states, self.checkpointing, 0, Estimate({}), ()).summary
-        return f"{name} needs {needs:.0f} GiB for {batch} x {sequence} tokens, and {gpu.usable / GIB:.0f} GiB can be used."
+def _given_up(rung: Recommendation, shape: Shape, gpu: Gpu, sequence: int, batch: int) -> str:
+    """Return the reason why a setting was not taken."""
+    passes = rung.passes(batch, sequence, accumulate=batch * sequence < PASS)
+    needs = estimate(shape, rung.choice.setting, passes).peak / GIB
+    return f"{rung} needs {needs:.0f} GiB for {batch} x {sequence} tokens, and {gpu.usable / GIB:.0f} GiB can be used."
 
 
 STOCHASTIC = (
@@ -196,29 +135,35 @@ GENERAL = (STOCHASTIC, EIGHT_BITS, AGAIN, SMALL, EIGHT, UNTRIED, FOUR, EXPERIMEN
 """Reasons that hold for any model."""
 
 
-def _ladder(shape: Shape, gpu: Gpu, risk: Risk) -> tuple[list[_Rung], list[str]]:
+def _ladder(shape: Shape, gpu: Gpu, risk: Risk) -> tuple[list[Recommendation], list[str]]:
     """Return the settings to try, in order of decreasing memory, and reasons that apply to all of them."""
     if gpu.capability is None:
         said = "A CPU has no matrix units for few bits: train in float32; recipes are emulated exactly, for experiments."
-        return [_Rung("fp32")], [said]
+        return [_rung("fp32")], [said]
     if gpu.capability < (7, 0):
         said = f"{gpu.name} has no matrix units for 16 bits: train in float32."
-        return [_Rung("fp32"), _Rung("fp32", checkpointing=True, reasons=(AGAIN,))], [said]
+        return [_rung("fp32"), _again(_rung("fp32"))], [said]
     if gpu.capability < (8, 0):
         said = f"{gpu.name} has matrix units for FP16 and not for BF16: train in FP16, whose loss is scaled."
-        lean = [] if risk == "none" else [_Rung("fp16", states="companded8", reasons=(EIGHT_BITS,))]
-        last = replace((lean or [_Rung("fp16")])[-1], checkpointing=True)
-        return [_Rung("fp16"), *lean, replace(last, reasons=(*last.reasons, AGAIN))], [said]
+        rungs = [_rung("fp16")] if risk == "none" else [_rung("fp16"), _rung("fp16", None, "companded8", (EIGHT_BITS,))]
+        return [*rungs, _again(rungs[-1])], [said]
     if risk == "none":
         said = "Mixed precision in BF16 (o1) has the numerics that most models were trained with."
-        return [_Rung("o1"), _Rung("o1", checkpointing=True, reasons=(AGAIN,))], [said]
+        return [_rung("o1"), _again(_rung("o1"))], [said]
     name, reasons = _casts(shape, gpu, risk)
-    narrow = _Rung("bf16-sr", name, reasons=(STOCHASTIC,))
-    eight = replace(narrow, states="companded8", reasons=(STOCHASTIC, EIGHT_BITS))
+    both = (STOCHASTIC, EIGHT_BITS)
     # Without casts there are no codes of weights in memory.
-    plain = replace(eight, recipe=None)
-    again = replace(plain, checkpointing=True, reasons=(STOCHASTIC, EIGHT_BITS, AGAIN))
-    return list(dict.fromkeys([_Rung("o1", name), narrow, eight, plain, again])), reasons
+    lean = [_rung("bf16-sr", each, "companded8", both) for each in (name, None)]
+    rungs = [_rung("o1", name), _rung("bf16-sr", name, None, (STOCHASTIC,)), *lean, _again(lean[-1])]
+    return list(dict.fromkeys(rungs)), reasons
+
+
+def _rung(mode: str, recipe: str | None = None, states: str | None = None, why: tuple[str, ...] = ()) -> Recommendation:
+    return Recommendation(PrecisionChoice(mode, recipe, states), reasons=why)
+
+
+def _again(rung: Recommendation) -> Recommendation:
+    return replace(rung, checkpointing=True, reasons=(*rung.reasons, AGAIN))
 
 
 def _casts(shape: Shape, gpu: Gpu, risk: Risk) -> tuple[str | None, list[str]]:
@@ -235,19 +180,68 @@ def _casts(shape: Shape, gpu: Gpu, risk: Risk) -> tuple[str | None, list[str]]:
     return "fp8-current", [EIGHT, UNTRIED]
 
 
-def selection(gpus: Sequence[Gpu], sizes: Mapping[str, Shape], *, risk: Risk = "low") -> list[tuple[str, ...]]:
-    """Return a table of recommendations: one row per GPU, one column per size of model.
+@dataclass(frozen=True)
+class Fastest:
+    """The fastest settings of a run on a GPU that were measured there, with the memory they need."""
 
+    settings: Mapping[str, Any]
+    """Values by path in a config."""
+    estimate: MemoryEstimate
+    fits: bool
+    reasons: tuple[str, ...]
+
+
+FP8_FASTER_FROM = 1e8
+"""Parameters from which FP8 with stochastic rounding is faster than BF16: in `dither train`, 1.13 times o1's speed at 134M."""
+
+LEANER: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"precision.states": "companded8"},
+    {"precision.save": "input", "precision.hold": "none"},
+    {"optim.release_gradients": True, "optim.clip_norm": "previous"},
+    {"parallel.checkpointing": "full"},
+)
+"""Settings that save memory, each in addition to those before it, in the order in which they cost time."""
+
+
+def fastest(shape: Shape, gpu: Gpu, passes: StepPasses) -> Fastest:
+    """Return the fastest settings that fit: formats that were measured on this kind of GPU, and memory options as needed.
+
+    >>> from dither.tools.gpus import GPUS
     >>> from dither.tools.memory import llama_of
-    >>> selection([GPUS["t4"], GPUS["h200"]], {"134M": llama_of(134e6), "7B": llama_of(7e9)})
-    [('T4', 'fp16', 'does not fit'), ('H200', 'o1', 'o1 + fp8-current')]
+    >>> found = fastest(llama_of(1e9), GPUS["h200"], StepPasses(batch=8, sequence=2048))
+    >>> dict(found.settings), found.fits
+    ({'precision.mode': 'bf16-sr', 'precision.recipe': 'fp8-current', 'precision.output': 'fp8-current'}, True)
     """
+    leaner = LEANER
+    if gpu.capability is None or gpu.capability < (8, 0):
+        rungs, reasons = _ladder(shape, gpu, "none")
+        base = {"precision.mode": rungs[0].choice.mode}
+        leaner = (LEANER[0], LEANER[-1])
+    else:
+        base, reasons = {"precision.mode": "bf16-sr"}, [STOCHASTIC]
+        if gpu.capability[0] == 9 and shape.parameters >= FP8_FASTER_FROM:
+            base |= {"precision.recipe": "fp8-current", "precision.output": "fp8-current"}
+            reasons = [EIGHT, *reasons]
+        else:
+            leaner = tuple(each for each in LEANER if "precision.save" not in each)
+            reasons += [UNTRIED] if gpu.capability > (9, 0) else []
+    if passes.number > 1:  # gradients of several passes are accumulated
+        leaner = tuple(each for each in leaner if "optim.release_gradients" not in each)
+    chosen: dict[str, Any] = dict(base)
+    for more in leaner:
+        chosen |= more
+        found = estimate(shape, _setting(chosen), replace(passes, checkpointing=chosen.get("parallel.checkpointing", "none")))
+        if fits := found.peak <= gpu.usable:
+            break
+    return Fastest(chosen, found, fits, tuple(reasons))
 
-    def cell(gpu: Gpu, shape: Shape) -> str:
-        found = recommend(shape, gpu, risk=risk)
-        return found.summary if found.batch else "does not fit"
 
-    return [(gpu.name, *(cell(gpu, shape) for shape in sizes.values())) for gpu in gpus]
+def _setting(chosen: Mapping[str, Any]) -> Setting:
+    """Return what the memory of a run depends on, from values by path in a config."""
+    choice = PrecisionChoice(chosen["precision.mode"], chosen.get("precision.recipe"), chosen.get("precision.states"))
+    memory = MemoryOptions(chosen.get("precision.save", "codes"), chosen.get("precision.hold", "both"))
+    return replace(choice.setting, memory=memory, released="optim.release_gradients" in chosen)
 
 
 @dataclass(frozen=True)
@@ -259,13 +253,13 @@ class Advice:
     notes: tuple[str, ...]
 
 
-def advise(gpus: Sequence[Gpu], sizes: Mapping[str, Shape], *, bf16_slowdown: float | None = None) -> Advice:
+def advice_for(gpus: Sequence[Gpu], sizes: Mapping[str, Shape], *, slowdown: float | None = None) -> Advice:
     """Return recommendations for a machine and models of these sizes; identical GPUs count once.
 
-    `bf16_slowdown` is the time of a BF16 product over that of a float32 one on the CPU, if it was measured.
+    `slowdown` is the time of a BF16 product over that of a float32 one on the CPU, if it was measured.
 
     >>> from dither.tools.memory import llama_of
-    >>> found = advise([Gpu("cpu", None, 8 * GIB)], {"134M": llama_of(134e6)}, bf16_slowdown=300.0)
+    >>> found = advice_for([Gpu("cpu", None, 8 * GIB)], {"134M": llama_of(134e6)}, slowdown=300.0)
     >>> found.rows
     (('cpu', '134M', 'fp32', '4096', '4.8'),)
     >>> print(found.notes[1])
@@ -276,13 +270,21 @@ def advise(gpus: Sequence[Gpu], sizes: Mapping[str, Shape], *, bf16_slowdown: fl
         for size, shape in sizes.items():
             best = recommend(shape, gpu)
             fits = (f"{best.batch * 2048}", f"{best.estimate.peak / GIB:.1f}") if best.batch else ("-", "-")
-            rows.append((gpu.name, size, best.summary if best.batch else "does not fit on one", *fits))
+            rows.append((gpu.name, size, str(best) if best.batch else "does not fit on one", *fits))
             # Reasons about a single size are in the table already.
             notes += [reason for reason in best.reasons if reason in GENERAL or reason.startswith(gpu.name)]
         notes += _ladder(next(iter(sizes.values())), gpu, "low")[1] if gpu.capability is None else []
-    if bf16_slowdown is not None and bf16_slowdown > 2:
+    if slowdown is not None and slowdown > 2:
         notes.append(
-            f"BF16 products take {bf16_slowdown:.0f} times as long as float32 ones here: `dither train` computes them in "
+            f"BF16 products take {slowdown:.0f} times as long as float32 ones here: `dither train` computes them in "
             "float32 and rounds."
         )
     return Advice(tuple(rows), tuple(dict.fromkeys(notes)))
+
+
+def advice_here() -> Advice:
+    """Return advice for this machine: for its GPUs, or else for its CPU."""
+    if gpus := gpus_here():
+        return advice_for(gpus, {name: shape_of(PRESETS[name]) for name in ("llama-134m", "llama-1b", "llama-3b", "llama-8b")})
+    sizes = {name: shape_of(PRESETS[name]) for name in ("tiny", "llama-134m")}
+    return advice_for([cpu_here()], sizes, slowdown=bf16_slowdown())

@@ -1,5 +1,6 @@
 """Search the precisions and layouts for a model on many GPUs, and rank them by predicted speed."""
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -9,29 +10,20 @@ from types import MappingProxyType
 from dither.console import Tick
 from dither.errors import UserError
 from dither.spec.optimizer import WHOLE
-from dither.spec.recipes import recipe
-from dither.tools.gpus import (
-    ATTENTION_SHARES,
-    BESIDE,
-    BF16_SHARE,
-    COPY_SHARE,
-    FP8_SHARES,
-    LINK_SHARE,
-    OPTIMIZER_SHARES,
-    SMALL_SIDE,
-    Accelerator,
-)
+from dither.tools.gpus import Gpu
 from dither.tools.memory import (
     GIB,
     Checkpointing,
-    Estimate,
-    Passes,
+    MemoryEstimate,
+    PrecisionChoice,
     ScheduledLayout,
     Setting,
     Shape,
+    StepPasses,
+    check_positive,
+    estimate,
     format_bytes,
     layouts,
-    memory_per_gpu,
     resident,
     stage_layers,
     stage_parameters,
@@ -39,9 +31,44 @@ from dither.tools.memory import (
 )
 from dither.tools.recommend import FP8_FROM
 
+BF16_SHARE = 0.708
+"""Share of the BF16 peak that large products sustain. Fitted: 700 TFLOP/s on an H200, where 4096^3 reaches 719."""
+
+SMALL_SIDE = 90.0
+"""A product of sides m, n, k takes 1 + SMALL_SIDE (1/m + 1/n + 1/k) times as long as its FLOPs. Fitted."""
+
+FP8_SHARES = MappingProxyType({"tensor": (0.657, 0.657, 0.657), "block": (0.568, 0.568, 0.458)})
+"""Shares of the FP8 peak for the forward product, the input gradient and the weight gradient. Measured on an H200: 1300
+TFLOP/s with tensor scales, 1124 with 1 x 128 times 128 x 128, and 906 with 1 x 128 times 1 x 128."""
+
+ATTENTION_SHARES = MappingProxyType({64: 0.327, 128: 0.475})
+"""Shares of the BF16 peak of attention by width of a head. Measured on an H200: 323 and 470 TFLOP/s, forward and backward."""
+
+COPY_SHARE = 0.875
+"""Share of the memory bandwidth that a copy reaches. Measured on an H200: 4.2 of 4.8 TB/s."""
+
+OPTIMIZER_SHARES = MappingProxyType({"o1": 0.80, "bf16-sr": 0.89, "8-bit": 0.426})
+"""Optimizer steps as shares of a copy's bandwidth. Measured on an H200."""
+
+LINK_SHARE = 0.8
+"""Share of a link's bandwidth that collectives sustain. Assumed, not fitted."""
+
+LATENCY = 10e-6
+"""Seconds per hop of a ring between nodes. Assumed, not fitted."""
+
+BESIDE = 1.25
+"""Time of a pass's compute beside collectives, in a run over several GPUs, over its time on one GPU. Fitted on one published
+run, 8B on 32 H200."""
+
+BUBBLE = MappingProxyType({"1f1b": 1.0, "interleaved-1f1b": 0.5})
+"""Idle time at the ends of a pipeline, in passes per stage."""
+
+PRODUCTS_AGAIN: Mapping[Checkpointing, float] = MappingProxyType({"none": 0.0, "selective": 0.0, "half": 0.5, "full": 1.0})
+"""Share of a block's forward products that backward computes again."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class Times:
+class StepTimes:
     """Seconds of the parts of forward, backward, or both."""
 
     products: float = 0.0
@@ -55,11 +82,11 @@ class Times:
         """Return the sum of all parts."""
         return self.products + self.attention + self.elementwise + self.casts + self.loss
 
-    def __add__(self, other: "Times") -> "Times":
-        return Times(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
+    def __add__(self, other: "StepTimes") -> "StepTimes":
+        return StepTimes(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
 
-    def __mul__(self, factor: float) -> "Times":
-        return Times(**{each.name: getattr(self, each.name) * factor for each in fields(self)})
+    def __mul__(self, factor: float) -> "StepTimes":
+        return StepTimes(**{each.name: getattr(self, each.name) * factor for each in fields(self)})
 
 
 @dataclass(frozen=True)
@@ -68,19 +95,19 @@ class Clock:
 
     shape: Shape
     setting: Setting
-    accelerator: Accelerator
+    gpu: Gpu
     tp: int = 1
-    known: dict[tuple[int, int], tuple[Times, Times]] = field(default_factory=dict, compare=False, repr=False)
+    known: dict[tuple[int, int], tuple[StepTimes, StepTimes]] = field(default_factory=dict, compare=False, repr=False)
     """Times of blocks that were computed before, by sequences per pass and tokens per sequence."""
 
     def __post_init__(self) -> None:
-        if self.setting.casts_weight and self.accelerator.fp8 is None:
-            raise UserError(f"{self.accelerator.name} has no FP8 units: choose a setting without casts.")
+        if self.setting.casts_weight and self.gpu.fp8 is None:
+            raise UserError(f"{self.gpu.name} has no FP8 units: choose a setting without casts.")
 
     @property
     def copy(self) -> float:
         """Return the bytes per second of a copy."""
-        return self.accelerator.bandwidth * COPY_SHARE
+        return self.gpu.bandwidth * COPY_SHARE
 
     @property
     def _tensor_scales(self) -> bool:
@@ -91,10 +118,10 @@ class Clock:
     def _rates(self) -> tuple[float, float, float]:
         """Return FLOP/s of the forward product, the input gradient and the weight gradient of the layers in blocks."""
         if not self.setting.casts_weight:
-            return (self.accelerator.bf16 * BF16_SHARE,) * 3
-        assert self.accelerator.fp8 is not None
+            return (self.gpu.bf16 * BF16_SHARE,) * 3
+        assert self.gpu.fp8 is not None
         shares = FP8_SHARES["tensor" if self._tensor_scales else "block"]
-        return tuple(self.accelerator.fp8 * share for share in shares)  # type: ignore[return-value]
+        return tuple(self.gpu.fp8 * share for share in shares)  # type: ignore[return-value]
 
     def _product(self, tokens: int, inputs: float, outputs: float, rate: float) -> float:
         """Return the seconds of one of the three products of a layer."""
@@ -107,20 +134,20 @@ class Clock:
         q, k, f = q // self.tp, k // self.tp, f // self.tp
         return [(d, q), (d, k), (d, k), (q, d), *[(d, f)] * ups, (f, d)]
 
-    def block(self, passes: Passes) -> tuple[Times, Times]:
+    def block(self, passes: StepPasses) -> tuple[StepTimes, StepTimes]:
         """Return the times of one block, forward and backward, without recomputation."""
-        key = (passes.micro, passes.sequence)
+        key = (passes.batch, passes.sequence)
         if key not in self.known:
             self.known[key] = self._block(passes)
         return self.known[key]
 
-    def _block(self, passes: Passes) -> tuple[Times, Times]:
+    def _block(self, passes: StepPasses) -> tuple[StepTimes, StepTimes]:
         shape, setting, tokens, tp = self.shape, self.setting, passes.tokens, self.tp
         d, q, k, f = shape.width, shape.query_width, shape.key_width, shape.feed_forward
         rates = self._rates()
         products = [sum(self._product(tokens, i, o, rate) for i, o in self._layers()) for rate in rates]
         width = q // shape.heads
-        peak = self.accelerator.bf16 * ATTENTION_SHARES[128 if width >= 128 else 64]
+        peak = self.gpu.bf16 * ATTENTION_SHARES[128 if width >= 128 else 64]
         attention = 2 * passes.sequence * q * tokens / tp / peak  # causal: half of all pairs
         p, c = setting.residual_bytes, format_bytes(setting.storage.compute)
         ups = 2 if shape.gated else 1
@@ -130,17 +157,17 @@ class Clock:
         if setting.casts_weight:
             each = (2 * c if self._tensor_scales else c) + 2  # tensor scales read twice; codes in two layouts
             inputs, outputs = 2 * d + (q + f) / tp, 2 * d + (q + 2 * k + ups * f) / tp
-            codes = [self.accelerator.cast_passes * tokens * size * each / self.copy for size in (inputs, outputs)]
+            codes = [self.gpu.cast_passes * tokens * size * each / self.copy for size in (inputs, outputs)]
         weights = shape.block_weights / shape.layers / tp
         # Under autocast, weights are copied to 16 bits, and their gradients are converted back.
         copied = 6 * weights / self.copy if setting.storage.autocast else 0.0
-        forward = Times(
+        forward = StepTimes(
             products=products[0],
             attention=attention,
             elementwise=elementwise + (0.0 if setting.casts_weight else copied),
             casts=codes[0],
         )
-        backward = Times(
+        backward = StepTimes(
             products=products[1] + products[2],
             attention=2.5 * attention,
             elementwise=2 * elementwise + copied,
@@ -148,30 +175,30 @@ class Clock:
         )
         return forward, backward
 
-    def recomputed(self, forward: Times, passes: Passes) -> Times:
+    def recomputed(self, forward: StepTimes, passes: StepPasses) -> StepTimes:
         """Return the time of what one block, whose forward pass takes `forward`, recomputes in backward."""
         if passes.checkpointing == "none":
-            return Times()
+            return StepTimes()
         share = PRODUCTS_AGAIN[passes.checkpointing]
         full = passes.checkpointing == "full"
-        return Times(
+        return StepTimes(
             products=share * forward.products,
             attention=forward.attention if full else 0.0,
             elementwise=forward.elementwise,
             casts=share * forward.casts,
         )
 
-    def output(self, passes: Passes) -> tuple[Times, Times]:
+    def output(self, passes: StepPasses) -> tuple[StepTimes, StepTimes]:
         """Return the times of the last norm, the output layer and the loss, forward and backward."""
         shape, setting, tokens = self.shape, self.setting, passes.tokens
         p, c = setting.residual_bytes, format_bytes(setting.storage.compute)
-        product = self._product(tokens, shape.width, shape.vocab // self.tp, self.accelerator.bf16 * BF16_SHARE)
+        product = self._product(tokens, shape.width, shape.vocab // self.tp, self.gpu.bf16 * BF16_SHARE)
         copied = 6 * shape.output_weights / self.tp / self.copy if setting.storage.autocast else 0.0
         logits = tokens * shape.vocab * c / self.tp / self.copy
         norm = tokens * shape.width * (6 * p + 4 * c) / self.tp / self.copy / 3
         return (
-            Times(products=product, loss=logits + norm, elementwise=copied),
-            Times(products=2 * product, loss=2 * (logits + norm), elementwise=copied),
+            StepTimes(products=product, loss=logits + norm, elementwise=copied),
+            StepTimes(products=2 * product, loss=2 * (logits + norm), elementwise=copied),
         )
 
     def update(self, parameters: float, weights: float) -> float:
@@ -182,42 +209,17 @@ class Clock:
         moments = 1 if setting.optimizer == "adam-mini" else 2
         whole = storage.states in WHOLE
         state = format_bytes(storage.states) if whole else 1 + 4 / setting.state_block
-        master = 2 * storage.master or (2 * p if storage.compensation else 0)
-        moved = 2 * p + g + 2 * moments * state + master
+        moved = 2 * p + g + 2 * moments * state + 2 * storage.masters
         share = OPTIMIZER_SHARES["8-bit" if not whole else "o1" if storage.parameters == "fp32" else "bf16-sr"]
         seconds = parameters * moved / share / self.copy
         if setting.casts_weight:
             each = (2 * p if self._tensor_scales else p) + 2
-            seconds += self.accelerator.cast_passes * weights * each / self.copy
+            seconds += self.gpu.cast_passes * weights * each / self.copy
         return seconds
 
 
-PRODUCTS_AGAIN: dict[Checkpointing, float] = {"none": 0.0, "selective": 0.0, "half": 0.5, "full": 1.0}
-"""Share of a block's forward products that backward computes again."""
-
-
-def step_seconds(shape: Shape, setting: Setting, accelerator: Accelerator, passes: Passes) -> float:
-    """Predict the seconds of a training step on one GPU.
-
-    >>> from dither.tools.gpus import ACCELERATORS
-    >>> shape = Shape(width=2048, layers=22, heads=32, feed_forward=5632, vocab=32000)
-    >>> round(step_seconds(shape, Setting(), ACCELERATORS["h200"], Passes(micro=8, sequence=2048)), 2)  # measured: 0.25
-    0.26
-    """
-    clock = Clock(shape, setting, accelerator)
-    forward, backward = clock.block(passes)
-    blocks = forward + backward + clock.recomputed(forward, passes)
-    ends = sum(clock.output(passes), Times())
-    passing = shape.layers * blocks.total + ends.total
-    return passes.number * passing + clock.update(shape.parameters, shape.block_weights)
-
-
-BUBBLE = MappingProxyType({"1f1b": 1.0, "interleaved-1f1b": 0.5})
-"""Idle time at the ends of a pipeline, in passes per stage."""
-
-
-LATENCY = 10e-6
-"""Seconds per hop of a ring between nodes. Assumed, not fitted."""
+clock_of = functools.cache(Clock)
+"""The clock of a shape, setting, GPU and tp, which the steps of a search share."""
 
 
 @dataclass(frozen=True)
@@ -233,9 +235,9 @@ class Traffic:
     def __mul__(self, factor: float) -> "Traffic":
         return Traffic(self.nvlink * factor, self.network * factor)
 
-    def seconds(self, accelerator: Accelerator) -> float:
+    def seconds(self, gpu: Gpu) -> float:
         """Return the time on the busier link."""
-        return max(self.nvlink / accelerator.nvlink, self.network / accelerator.network) / LINK_SHARE
+        return max(self.nvlink / gpu.nvlink, self.network / gpu.network) / LINK_SHARE
 
 
 def gathering(size: float, ranks: int, inside: int) -> Traffic:
@@ -257,22 +259,20 @@ def gathering(size: float, ranks: int, inside: int) -> Traffic:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class TrainingStep:
     """A training step of a model over many GPUs, and the predictions about it."""
 
     shape: Shape
     setting: Setting
     layout: ScheduledLayout
-    passes: Passes
-    accelerator: Accelerator
+    passes: StepPasses
+    gpu: Gpu
     node: int = 8
     """GPUs per node."""
     async_tp: bool = False
     """True if the communication of tensor parallelism runs beside its products, as torch's async TP does."""
     gather_bytes: float | None = None
     """Bytes per weight that FSDP2 gathers; None means codes where weights are cast, and the format of products elsewhere."""
-    clock: Clock | None = field(default=None, compare=False, repr=False)
-    """Times that other steps of the same model, precision and tp have computed already."""
 
     def __post_init__(self) -> None:
         layout, passes = self.layout, self.passes
@@ -282,14 +282,14 @@ class Step:
             raise UserError(f"Interleaved stages need a multiple of pp={layout.pp} passes per step, not {passes.number}.")
 
     @cached_property
-    def memory(self) -> Estimate:
+    def memory(self) -> MemoryEstimate:
         """Return the memory of the fullest GPU."""
-        return memory_per_gpu(self.shape, self.setting, self.layout, self.passes)
+        return estimate(self.shape, self.setting, self.passes, self.layout)
 
     @property
     def batch(self) -> int:
         """Return the sequences per step."""
-        return self.layout.batch_parts * self.passes.number * self.passes.micro
+        return self.layout.batch_parts * self.passes.number * self.passes.batch
 
     @property
     def tokens(self) -> int:
@@ -370,12 +370,10 @@ class Step:
 
     @cached_property
     def _clock(self) -> Clock:
-        if self.clock is not None and self.clock.setting is self.setting and self.clock.tp == self.layout.tp:
-            return self.clock
-        return Clock(self.shape, self.setting, self.accelerator, self.layout.tp)
+        return clock_of(self.shape, self.setting, self.gpu, self.layout.tp)
 
     @cached_property
-    def _compute(self) -> tuple[Times, Times]:
+    def _compute(self) -> tuple[StepTimes, StepTimes]:
         """Return forward and backward of one pass through the slowest stage, with recomputation and without communication."""
         beside = BESIDE if self.layout.ranks > 1 else 1.0
         forward, backward = self._clock.block(self.passes)
@@ -384,14 +382,14 @@ class Step:
         found = []
         for last in (False, True):
             layers = stage_layers(self.shape, self.layout, last=last)
-            end = ends if last or self.layout.pp == 1 else (Times(), Times())
+            end = ends if last or self.layout.pp == 1 else (StepTimes(), StepTimes())
             found.append(((forward * layers + end[0]) * beside, (backward * layers + end[1]) * beside))
         return max(found, key=lambda pair: pair[0].total + pair[1].total)
 
     @cached_property
     def seconds_by_part(self) -> Mapping[str, float]:
         """Return the seconds of a step: compute, tensor parallelism, exposed communication, bubbles and the optimizer."""
-        layout, passes, gpu = self.layout, self.passes, self.accelerator
+        layout, passes, gpu = self.layout, self.passes, self.gpu
         layers = stage_layers(self.shape, layout, last=False)
         forward, backward = (times.total for times in self._compute)
         rounds = 2 if passes.checkpointing == "full" else 1
@@ -443,7 +441,7 @@ class Step:
         shape = self.shape
         weights = 6 * (shape.block_weights + shape.output_weights)
         attention = 6 * shape.layers * shape.query_width * self.passes.sequence
-        return self.tokens_per_second / self.layout.ranks * (weights + attention) / self.accelerator.bf16
+        return self.tokens_per_second / self.layout.ranks * (weights + attention) / self.gpu.bf16
 
 
 BATCH_TOKENS = 2**22
@@ -471,27 +469,8 @@ EQUAL_LAYOUT, EQUAL_PRECISION = 0.01, 0.02
 """Relative differences in speed below which the simpler layout, and the plainer precision, are preferred."""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A precision, by the names that the config's section [precision] has for it."""
-
-    mode: str
-    recipe: str | None = None
-    states: str | None = None
-
-    @cached_property
-    def setting(self) -> Setting:
-        """Return the setting of the memory and time estimates."""
-        precision = None if self.recipe is None else recipe(self.recipe).default
-        return Setting(mode=self.mode, precision=precision, states=self.states)
-
-    def __str__(self) -> str:
-        parts = (self.mode, self.recipe, self.states and f"{self.states} states")
-        return " + ".join(part for part in parts if part)
-
-
 CHOICES = tuple(
-    Choice(mode, name, states)
+    PrecisionChoice(mode, name, states)
     for mode, formats in (("o1", (None, "bf16", LEAN)), ("bf16-sr", (None, LEAN)))
     for name in (None, "fp8-current", "fp8-block")
     for states in formats
@@ -507,7 +486,7 @@ class Job:
     """A model to train, the GPUs for it, and the size of a step."""
 
     shape: Shape
-    accelerator: Accelerator
+    gpu: Gpu
     gpus: int
     node: int = 8
     """GPUs per node."""
@@ -518,9 +497,7 @@ class Job:
 
     def __post_init__(self) -> None:
         for name in ("gpus", "node", "sequence"):
-            given = getattr(self, name)
-            if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-                raise UserError(f"--{name} is a positive integer, not {given!r}.")
+            check_positive(f"--{name}", getattr(self, name))
         if self.gpus > self.node and self.gpus % self.node:
             raise UserError(f"{self.gpus} GPUs do not fill nodes of {self.node}: choose a multiple, or change --node.")
         if not self.sequence <= self.batch_tokens <= 1e12:
@@ -529,25 +506,25 @@ class Job:
     @property
     def usable(self) -> int:
         """Return the bytes per GPU that an estimate may take."""
-        return round(self.accelerator.gpu.usable * (1 - HEADROOM if self.gpus > 1 else 1))
+        return round(self.gpu.usable * (1 - HEADROOM if self.gpus > 1 else 1))
 
-    def passes(self, layout: ScheduledLayout, micro: int) -> Passes | None:
+    def passes(self, layout: ScheduledLayout, batch: int) -> StepPasses | None:
         """Return the passes of a step, or None if the layout cannot have a step of about the desired size."""
-        share = self.batch_tokens / self.sequence / layout.batch_parts / micro
+        share = self.batch_tokens / self.sequence / layout.batch_parts / batch
         number = max(1, round(share))
         if layout.virtual > 1:
             number = max(layout.pp, round(share / layout.pp) * layout.pp)
         if abs(number / share - 1) > OFF_BATCH or number < layout.pp:
             return None
-        return Passes(micro=micro, sequence=self.sequence, number=number)
+        return StepPasses(batch=batch, sequence=self.sequence, number=number)
 
 
 @dataclass(frozen=True)
-class Option:
+class RankedStep:
     """The best layout of a precision: what it needs and how fast it is."""
 
-    choice: Choice
-    step: Step
+    choice: PrecisionChoice
+    step: TrainingStep
 
     def shortfall(self, usable: int) -> str:
         """Return a sentence on the missing memory."""
@@ -560,21 +537,21 @@ class Ranking:
     """The outcome of a search."""
 
     job: Job
-    options: tuple[Option, ...]
+    options: tuple[RankedStep, ...]
     """The best layout of each precision that fits, the fastest first."""
-    refused: tuple[Option, ...]
+    refused: tuple[RankedStep, ...]
     """The layout of least memory of each precision that does not fit."""
-    alternatives: tuple[Option, ...]
+    alternatives: tuple[RankedStep, ...]
     """Other layouts of the recommended precision, the fastest for each pair of tp and pp."""
 
     @property
-    def best(self) -> Option:
+    def best(self) -> RankedStep:
         """Return the recommendation: the plainest precision among the fastest."""
         if not self.options:
             least = min(self.refused, key=lambda option: option.step.memory.peak)
             missing = (least.step.memory.peak - self.job.usable) / GIB
             raise UserError(
-                f"No layout fits on {self.job.gpus} {least.step.accelerator.name}: the leanest, {least.choice} with "
+                f"No layout fits on {self.job.gpus} {least.step.gpu.name}: the leanest, {least.choice} with "
                 f"{least.step.layout} and checkpointing {least.step.passes.checkpointing}, lacks {missing:.1f} GiB per GPU. "
                 "Give more GPUs or shorter sequences."
             )
@@ -588,27 +565,27 @@ def rank(job: Job, tick: Tick = lambda done, total: None) -> Ranking:
 
     `tick` is called after each precision.
 
-    >>> from dither.tools.gpus import ACCELERATORS
+    >>> from dither.tools.gpus import GPUS
     >>> from dither.tools.memory import llama_of
-    >>> found = rank(Job(shape=llama_of(8e9), accelerator=ACCELERATORS["h200"], gpus=8))
+    >>> found = rank(Job(shape=llama_of(8e9), gpu=GPUS["h200"], gpus=8))
     >>> print(found.best.choice, "|", found.best.step.layout)
     bf16-sr + fp8-current | dp_shard 8
     """
-    options, refused = list[Option](), list[Option]()
-    fitting: dict[Choice, list[Step]] = {}
-    least: Step | None = None
+    options, refused = list[RankedStep](), list[RankedStep]()
+    fitting: dict[PrecisionChoice, list[TrainingStep]] = {}
+    least: TrainingStep | None = None
     for number, choice in enumerate(CHOICES):
         tick(number, len(CHOICES))
-        if choice.setting.casts_weight and job.accelerator.fp8 is None:
+        if choice.setting.casts_weight and job.gpu.fp8 is None:
             continue
         lean = replace(choice, states=LEAN)
         if lean not in fitting:
             fitting[lean], least = _candidates(job, lean)
         steps = fitting[lean] if choice == lean else _widened(fitting[lean], choice, job.usable)
         if steps:
-            options.append(Option(choice, _fastest(steps)))
+            options.append(RankedStep(choice, _fastest(steps)))
         elif least is not None:
-            refused.append(Option(choice, replace(least, setting=choice.setting)))
+            refused.append(RankedStep(choice, replace(least, setting=choice.setting)))
     if not options and not refused:
         raise UserError(
             f"No layout of {job.gpus} GPUs divides a step of {job.batch_tokens:g} tokens into sequences of {job.sequence}: "
@@ -625,27 +602,19 @@ def rank(job: Job, tick: Tick = lambda done, total: None) -> Ranking:
     return replace(ranking, alternatives=_alternatives(best, [step for step in same if step is not None]))
 
 
-def _candidates(job: Job, choice: Choice) -> tuple[list[Step], Step | None]:
+def _candidates(job: Job, choice: PrecisionChoice) -> tuple[list[TrainingStep], TrainingStep | None]:
     """Return the steps of a precision that fit, and the step of least memory."""
     usable = job.usable
-    fitting, least = list[Step](), None
-    clocks: dict[int, Clock] = {}
+    fitting, least = list[TrainingStep](), None
     for layout in layouts(job.shape, job.gpus, node=job.node):
-        clock = clocks.setdefault(layout.tp, Clock(job.shape, choice.setting, job.accelerator, layout.tp))
-        micro = 1
-        while micro == 1 or micro * job.sequence <= MOST_TOKENS:
-            passes = job.passes(layout, micro)
-            micro *= 2
+        batch = 1
+        while batch == 1 or batch * job.sequence <= MOST_TOKENS:
+            passes = job.passes(layout, batch)
+            batch *= 2
             if passes is None:
                 continue
-            step = Step(
-                shape=job.shape,
-                setting=choice.setting,
-                layout=layout,
-                passes=passes,
-                accelerator=job.accelerator,
-                node=job.node,
-                clock=clock,
+            step = TrainingStep(
+                shape=job.shape, setting=choice.setting, layout=layout, passes=passes, gpu=job.gpu, node=job.node
             )
             leanest = replace(step, passes=replace(passes, checkpointing=AGAIN[-1]))
             least = leanest if least is None or leanest.memory.peak < least.memory.peak else least
@@ -655,7 +624,7 @@ def _candidates(job: Job, choice: Choice) -> tuple[list[Step], Step | None]:
     return fitting, least
 
 
-def _lightest(step: Step, usable: int) -> Step | None:
+def _lightest(step: TrainingStep, usable: int) -> TrainingStep | None:
     """Return a step with the least recomputation that fits, which is the fastest; None if it does not fit."""
     for again in AGAIN[AGAIN.index(step.passes.checkpointing) :]:
         found = replace(step, passes=replace(step.passes, checkpointing=again))
@@ -664,9 +633,9 @@ def _lightest(step: Step, usable: int) -> Step | None:
     return None
 
 
-def _widened(steps: list[Step], choice: Choice, usable: int) -> list[Step]:
+def _widened(steps: list[TrainingStep], choice: PrecisionChoice, usable: int) -> list[TrainingStep]:
     """Return the fastest steps of the leanest states with those of `choice`, if they fit. States hardly change the speed."""
-    found = list[Step]()
+    found = list[TrainingStep]()
     for step in sorted(steps, key=lambda step: -step.tokens_per_second):
         wider = _lightest(replace(step, setting=choice.setting), usable)
         found += [] if wider is None else [wider]
@@ -675,11 +644,11 @@ def _widened(steps: list[Step], choice: Choice, usable: int) -> list[Step]:
     return found
 
 
-def _fastest(steps: list[Step]) -> Step:
+def _fastest(steps: list[TrainingStep]) -> TrainingStep:
     """Return the fastest step, or a simpler one that is as fast."""
     most = max(step.tokens_per_second for step in steps) * (1 - EQUAL_LAYOUT)
 
-    def simplicity(step: Step) -> tuple[int, int, int]:
+    def simplicity(step: TrainingStep) -> tuple[int, int, int]:
         layout = step.layout
         cuts = sum(size > 1 for size in (layout.dp_replicate, layout.dp_shard, layout.tp, layout.pp, layout.virtual))
         return cuts, AGAIN.index(step.passes.checkpointing), step.memory.peak
@@ -687,14 +656,14 @@ def _fastest(steps: list[Step]) -> Step:
     return min((step for step in steps if step.tokens_per_second >= most), key=simplicity)
 
 
-def _alternatives(best: Option, steps: list[Step]) -> tuple[Option, ...]:
+def _alternatives(best: RankedStep, steps: list[TrainingStep]) -> tuple[RankedStep, ...]:
     """Return the fastest other layouts of a precision, one for each pair of tp and pp."""
-    pairs: dict[tuple[int, int], list[Step]] = {}
+    pairs: dict[tuple[int, int], list[TrainingStep]] = {}
     for step in steps:
         pairs.setdefault((step.layout.tp, step.layout.pp), []).append(step)
     own = (best.step.layout.tp, best.step.layout.pp)
     others = [_fastest(found) for pair, found in pairs.items() if pair != own]
-    return tuple(Option(best.choice, step) for step in sorted(others, key=lambda step: -step.tokens_per_second))
+    return tuple(RankedStep(best.choice, step) for step in sorted(others, key=lambda step: -step.tokens_per_second))
 
 
 def reasons(ranking: Ranking) -> tuple[str, ...]:
@@ -708,7 +677,7 @@ def reasons(ranking: Ranking) -> tuple[str, ...]:
         found.append(
             f"{best.choice} is within {100 * EQUAL_PRECISION:.0f} % of the fastest, {first.choice}, with plainer numerics."
         )
-    plain = Choice("o1")
+    plain = PrecisionChoice("o1")
     if best.choice != plain and plain in speed:
         found.append(f"{best.choice} trains at {speed[best.choice] / speed[plain]:.2f} times the speed of o1 on these GPUs.")
     elif best.choice != plain:

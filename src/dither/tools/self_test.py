@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ KNOWN_ANSWERS = (
 
 
 @dataclass(frozen=True)
-class Check:
+class BitCheck:
     """The result of one operation of the self-test. A count is None if nothing was compared."""
 
     group: str
@@ -67,7 +67,7 @@ class Check:
 class SelfTest:
     """The results of the self-test."""
 
-    checks: tuple[Check, ...]
+    checks: tuple[BitCheck, ...]
     kernels: str
     """The place where the kernels ran, or the reason why they did not."""
     devices: str
@@ -194,14 +194,14 @@ def operations(elements: int) -> list[Operation]:
     return found
 
 
-def compare_operations(todo: Sequence[Operation], device: str, kernels: Implementation | None) -> list[Check]:
+def compare_operations(todo: Sequence[Operation], device: str, kernels: Implementation | None) -> list[BitCheck]:
     """Run every operation with the reference and the kernels on `device`; on a GPU also with the reference on the CPU."""
     found = []
     for operation in todo:
         expected = operation.run(REFERENCE, device)
         kernel = None if kernels is None else differing_bits(expected, operation.run(kernels, device))
         across = None if device == "cpu" else differing_bits(operation.run(REFERENCE, "cpu"), expected)
-        found.append(Check(operation.group, operation.what, operation.elements, kernel, across))
+        found.append(BitCheck(operation.group, operation.what, operation.elements, kernel, across))
     return found
 
 
@@ -295,13 +295,13 @@ def _cast(
     return results
 
 
-def interpreted_checks(elements: int) -> tuple[list[Check], str]:
+def interpreted_checks(elements: int) -> tuple[list[BitCheck], str]:
     """Compare on the CPU, with the kernels in Triton's interpreter. Return the checks, and why it ended early or "".
 
     Triton chooses its interpreter when it is imported, so this starts other processes: one per core, at most four.
     """
     workers = min(os.cpu_count() or 1, 4)
-    command = [sys.executable, "-m", "dither.tools.doctor", "--interpret", "--elements", str(elements), "--share"]
+    command = [sys.executable, "-m", "dither.tools.self_test", str(elements)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     running = [
         subprocess.Popen(
@@ -320,5 +320,18 @@ def interpreted_checks(elements: int) -> tuple[list[Check], str]:
             last = (errors.strip() or "no message").splitlines()[-1]
             failure = f"the interpreter stopped with exit code {process.returncode}: {last}"
         else:
-            found += [Check(**check) for check in json.loads(output)]
+            found += [BitCheck(**check) for check in json.loads(output)]
     return found, failure
+
+
+def main(elements: str, share: str) -> None:
+    """Compare a share of the operations, such as 0/2, on the CPU, and print the checks as JSON."""
+    index, count = map(int, share.split("/"))
+    torch.set_num_threads(1)  # the other cores work on other shares
+    # In pairs, because stochastic casts, which take longer, alternate with others.
+    todo = [each for number, each in enumerate(operations(int(elements))) if number // 2 % count == index]
+    print(json.dumps([asdict(check) for check in compare_operations(todo, "cpu", load_kernels())]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from dither import files
-from dither.console import LastingStream, Stage, Tick, print_table, silent
+from dither.console import LastingStream, Stage, Tick, silent
 from dither.data import is_prepared, load_tokenizer, open_tokens, prepare
-from dither.data.preparation import reporting
 from dither.data.text import STDLIB
 from dither.errors import UserError
 from dither.report.comparison import Comparison, Entry, Value, shown
@@ -155,7 +154,7 @@ def prepare_once(common: Config, folder: Path, tick: Tick = lambda done, total: 
         return
     if not is_prepared(own):
         tokenizer = load_tokenizer(common.data.tokenizer)
-        prepare(sources, own, tokenizer, held_out=common.data.held_out, progress=reporting(tick))
+        prepare(sources, own, tokenizer, held_out=common.data.held_out, tick=tick)
     elif open_tokens(own, verify=False).sources != sources:
         raise UserError(f"The tokens in {str(own)!r} were made from other text: choose another folder with --out.")
 
@@ -176,17 +175,6 @@ def write_json(comparison: Comparison, path: Path) -> Path:
     except OSError as error:
         raise UserError(f"{str(path)!r} cannot be written: {error}.") from None
     return path
-
-
-def print_comparison(comparison: Comparison) -> None:
-    """Print the tables and sentences of a comparison: those that its page has."""
-    if (swept := comparison.sweep_table()) is not None:
-        print_table(swept.title, swept.columns, swept.rows, right=list(swept.right))
-        print()
-    ranked = comparison.ranking_table()
-    print_table(ranked.title, ranked.columns, ranked.rows, right=list(ranked.right))
-    for sentence in comparison.sentences():
-        print(sentence)
 
 
 # Training -------------------------------------------------------------------------------------------------------------

@@ -31,9 +31,11 @@ NaN has low = 0, so it stays NaN.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -224,7 +226,7 @@ class Batch:
 
     def square_sum(self, grads: Sequence[Tensor]) -> Tensor:
         """Return the sum of the squares of the gradients, 0-d float64; it is finite if and only if all of them are."""
-        return torch.stack([grad.double().square().sum() for grad in grads]).sum()
+        return torch.stack([grad.double().square_().sum() for grad in grads]).sum()
 
     def step(self, grads: Sequence[Tensor], constants: Tensor, step: Tensor, skip: Tensor) -> None:
         """Take one AdamW step with `grads` (contiguous, in the shapes of the weights), unless `skip` is 1.
@@ -233,17 +235,69 @@ class Batch:
         """
         if bool(skip):
             return
-        update = self.update
+        small: list[tuple[Piece, Tensor]] = []
         for piece, grad in zip(self.pieces, grads, strict=True):
-            c = dict(zip(CONSTANTS, constants[piece.constants], strict=True))
-            g = grad.float() * c["scale"]
-            m = c["beta1"] * load_state(piece.m, piece.m_scale, update, True) + c["rest1"] * g
-            v = c["beta2"] * load_state(piece.v, piece.v_scale, update, False) + c["rest2"] * (g * g)
-            tie = _move(piece, _direction(m, v, c), c, step, update)
-            v = v if tie is None else torch.where(tie, -v, v)
-            random = _random(piece, step, piece.keys[1]) if update.draws_states else None
-            _store(piece.m, piece.m_scale, m, update, True, random)
-            _store(piece.v, piece.v_scale, v, update, False, None if random is None else random * ODD_FACTOR & 0xFFFF)
+            if piece.w.numel() <= SMALL and not self._by_coordinates(piece):
+                small.append((piece, grad))
+                continue
+            for part, g in _in_rows(piece, grad):
+                self._update(part, g, constants[piece.constants].unbind(), step)
+        if small:
+            # One update of all of them: vectors such as norms would take as long as matrices, one at a time.
+            pieces, flat = [piece for piece, _ in small], torch.cat([grad.flatten() for _, grad in small])
+            joined: dict[str, Any] = {
+                key: torch.cat([getattr(piece, key).flatten() for piece in pieces]) for key in _tensors(pieces[0])
+            }
+            rows = torch.tensor([piece.constants for piece in pieces], device=constants.device)
+            sizes = torch.tensor([piece.w.numel() for piece in pieces], device=constants.device)
+            columns = constants[rows].repeat_interleave(sizes, 0).t().contiguous().unbind()
+            self._update(replace(pieces[0], **joined), flat, columns, step)
+            for key, values in joined.items():
+                for piece, new in zip(pieces, torch.split(values, sizes.tolist()), strict=True):
+                    getattr(piece, key).copy_(new.view_as(piece.w))
+
+    def _by_coordinates(self, piece: Piece) -> bool:
+        """Return True if the update of an element depends on its row and column: on random bits, or on its block."""
+        update = self.update
+        rounds = piece.w.dtype != torch.float32 and not update.master and update.weights == "stochastic"
+        return rounds or update.draws_states or update.in_blocks
+
+    def _update(self, piece: Piece, grad: Tensor, constants: Sequence[Tensor], step: Tensor) -> None:
+        """Update a piece in place, each operation rounded on its own; m and v are float32 states or copies of narrower ones."""
+        c, update = dict(zip(CONSTANTS, constants, strict=True)), self.update
+        g = grad.float() * c["scale"]
+        m = load_state(piece.m, piece.m_scale, update, True).mul_(c["beta1"]).add_(g * c["rest1"])
+        v = load_state(piece.v, piece.v_scale, update, False).mul_(c["beta2"]).add_(g.mul_(g).mul_(c["rest2"]))
+        tie = _move(piece, _direction(m, v, c), c, step, update)
+        v = v if tie is None else torch.where(tie, -v, v)
+        random = _random(piece, step, piece.keys[1]) if update.draws_states else None
+        _store(piece.m, piece.m_scale, m, update, True, random)
+        _store(piece.v, piece.v_scale, v, update, False, None if random is None else random * ODD_FACTOR & 0xFFFF)
+
+
+PART = 1 << 15
+"""Elements of a piece per thread that are updated at a time: all of their numbers then stay in the cache of a CPU."""
+
+SMALL = 1 << 12
+"""The most elements of a piece that is updated together with others."""
+
+
+def _tensors(piece: Piece) -> dict[str, Any]:
+    """Return the weights and states of a piece by their names."""
+    found = {key: getattr(piece, key) for key in ("w", "m", "v", "m_scale", "v_scale", "extra")}
+    return {key: tensor for key, tensor in found.items() if tensor is not None}
+
+
+def _in_rows(piece: Piece, grad: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+    """Yield a piece and its gradient, a large one a few rows at a time: rows are independent of each other."""
+    height = max(1, PART * torch.get_num_threads() // piece.w.shape[1])
+    if piece.w.is_cuda or height >= piece.w.shape[0]:
+        yield piece, grad
+        return
+    for first in range(0, piece.w.shape[0], height):
+        rows = slice(first, first + height)
+        parts = {key: tensor[rows] for key, tensor in _tensors(piece).items()}
+        yield replace(piece, **parts, row=piece.row + first), grad[rows]
 
 
 class MiniBatch(Batch):
@@ -266,9 +320,9 @@ class MiniBatch(Batch):
                 share = torch.full_like(sums, piece.share)
                 piece.v.copy_(second_moment(piece.v, sums, share, constants[piece.constants]))
         for piece, grad in zip(self.pieces, grads, strict=True):
-            c = dict(zip(CONSTANTS, constants[piece.constants], strict=True))
+            c = dict(zip(CONSTANTS, constants[piece.constants].unbind(), strict=True))
             run = (torch.arange(grad.shape[0], device=grad.device) + piece.lead) // piece.run
-            m = c["beta1"] * load_state(piece.m, None, self.update, True) + c["rest1"] * (grad.float() * c["scale"])
+            m = load_state(piece.m, None, self.update, True).mul_(c["beta1"]).add_((grad.float() * c["scale"]).mul_(c["rest1"]))
             _move(piece, _direction(m, piece.v[run][:, None], c), c, step, self.update)
             random = _random(piece, step, piece.keys[1]) if self.update.draws_states else None
             _store(piece.m, None, m, self.update, True, random)
@@ -287,10 +341,16 @@ def second_moment(v: Tensor, sums: Tensor, share: Tensor, constants: Tensor) -> 
 
 def _direction(m: Tensor, v: Tensor, c: dict[str, Tensor]) -> Tensor:
     """Return 2^48 m / (sqrt(v) * root + eps); 0 if its magnitude is below 2^-100, NaN if it or v is infinite."""
-    root = _root(v)
-    quotient = torch.div(m * 2.0**48, root * c["root"] + c["eps"])
-    quotient = torch.where(quotient.abs() < torch.inf, quotient, torch.nan)
-    return torch.where(quotient.abs() < 2.0**-100, 0.0, quotient)
+    divisor = _sqrt(v).mul_(c["root"]).add_(c["eps"])
+    quotient = (m * 2.0**48).div_(divisor)
+    if math.isfinite(float(divisor.sum())) and math.isfinite(float(quotient.sum())):  # so are all of their elements
+        return torch.nn.functional.hardshrink(quotient, LARGEST_FLUSHED)
+    quotient = torch.where((v < torch.inf) & (quotient.abs() < torch.inf), quotient, torch.nan)
+    return torch.where(quotient.abs() <= LARGEST_FLUSHED, 0.0, quotient)
+
+
+LARGEST_FLUSHED = math.ldexp(2 - 2.0**-23, -101)
+"""The largest float32 number below 2^-100."""
 
 
 def _root(v: Tensor) -> Tensor:
@@ -302,8 +362,12 @@ def _sqrt(x: Tensor) -> Tensor:
     """Return the square root of float32 `x`, rounded once.
 
     torch's own is not correctly rounded everywhere: on x86 it comes from a library that is accurate to about an ulp. In float64
-    it has more than twice the bits, so that even one that is an ulp off rounds to the right float32 number.
+    it has more than twice the bits, so that even one that is an ulp off rounds to the right float32 number. numpy's is the
+    CPU's own, which is exact.
     """
+    if x.is_cpu:
+        with numpy.errstate(invalid="ignore"):
+            return torch.from_numpy(numpy.sqrt(x.numpy()))
     return x.double().sqrt().float()
 
 
@@ -313,7 +377,7 @@ def _move(piece: Piece, direction: Tensor, c: dict[str, Tensor], step: Tensor, u
     Return which masters are ties, bool, if they are split: the sign of the second moment keeps that.
     """
     format = FORMATS[piece.w.dtype]
-    move = c["size"] * direction
+    move = direction.mul_(c["size"])
     if update.master in LOW:
         assert piece.extra is not None
         if update.master == "split24":
@@ -331,7 +395,7 @@ def _move(piece: Piece, direction: Tensor, c: dict[str, Tensor], step: Tensor, u
         piece.extra.copy_(master)
         piece.w.copy_(_nearest(master, format))
     elif format.bits == 32:
-        piece.w.copy_(piece.w * c["decay"] - move)
+        piece.w.mul_(c["decay"]).sub_(move)
     elif update.weights == "kahan":
         assert piece.extra is not None
         w = piece.w.float()

@@ -33,6 +33,8 @@ def round_values(x: Tensor, format: Format, rounding: Rounding, saturate: bool, 
     """Round float32 `x` as `round_to`, with `random` bits given: int32 in x's shape; the low `rounding.bits` are used."""
     bits = x.view(torch.int32)
     magnitude = bits & MAGNITUDE
+    if format.name == "bf16":
+        return (_upper_half(magnitude, rounding, saturate, random) | (bits & SIGN)).view(torch.float32)
     biased = magnitude >> 23
     significand = (magnitude & 0x7FFFFF) | ((biased > 0).int() << 23)
     exponent = biased.clamp(min=1) - 127
@@ -64,6 +66,24 @@ def round_values(x: Tensor, format: Format, rounding: Rounding, saturate: bool, 
         bits = torch.where(limited == 0, 0, bits)
     # On the bits: a minus may or may not change the sign of NaN.
     return (limited.view(torch.int32) | (bits & SIGN)).view(torch.float32)
+
+
+def _upper_half(magnitude: Tensor, rounding: Rounding, saturate: bool, random: Tensor | None) -> Tensor:
+    """Round float32 magnitudes to bfloat16, as bits. It has float32's exponents, so that all numbers drop the same 16 bits.
+
+    Example: 1 + 2^-7 / 4 is 0x3F802000. Of the 2^16 random numbers that are added to it, a quarter carry into 0x3F810000.
+    """
+    if rounding.kind == "stochastic":
+        assert random is not None
+        n = rounding.bits
+        chosen = random & ((1 << n) - 1)
+        moved = magnitude + (chosen << (16 - n) if n <= 16 else chosen >> (n - 16))
+    else:
+        moved = magnitude + (0x7FFF + (magnitude >> 16 & 1)) if rounding.kind == "nearest" else magnitude
+    upper = moved & -0x10000  # INFINITY beyond the largest number
+    if saturate:
+        upper = torch.where(magnitude < INFINITY, upper.clamp(max=INFINITY - 0x10000), upper)
+    return torch.where(magnitude > INFINITY, 0x7FC00000, upper)
 
 
 def encode(values: Tensor, format: Format) -> Tensor:

@@ -2,7 +2,7 @@
 // Charts of a report, drawn as SVG from the JSON in the page. Text from runs is only ever set as text, never as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
-const HTML_TAGS = ["div", "span", "ul", "li", "option"];
+const HTML_TAGS = ["div", "span", "ul", "li", "option", "button", "a"];
 
 function make(tag, attributes = {}, ...children) {
   const element = HTML_TAGS.includes(tag) ? document.createElement(tag) : document.createElementNS(SVG, tag);
@@ -85,9 +85,10 @@ function scaleOf(low, high, from, to, log) {
   if (log) {
     const a = Math.log10(low), b = Math.log10(high);
     const at = (value) => from + (to - from) * (b > a ? (Math.log10(value) - a) / (b - a) : 0.5);
-    return Object.assign(at, { low, high, log });
+    return Object.assign(at, { low, high, log, invert: (place) => 10 ** (a + ((place - from) / (to - from)) * (b - a)) });
   }
-  return Object.assign((value) => from + (to - from) * (high > low ? (value - low) / (high - low) : 0.5), { low, high, log });
+  const at = (value) => from + (to - from) * (high > low ? (value - low) / (high - low) : 0.5);
+  return Object.assign(at, { low, high, log, invert: (place) => low + ((place - from) / (to - from)) * (high - low) });
 }
 
 function frame(holder, height, margin) {
@@ -205,16 +206,30 @@ function legendItem(text, width, height, ...shapes) {
   return make("li", {}, make("svg", { width, height, "aria-hidden": "true" }, ...shapes), text);
 }
 
+function button(text, action, attributes = {}) {
+  const found = make("button", { type: "button", ...attributes }, text);
+  found.addEventListener("click", () => action(found));
+  return found;
+}
+
 function lineClass(line) {
   return `${line.style} c${line.colour % COLOURS}${line.colour >= COLOURS || line.style === "dashed" ? " dashes" : ""}`;
 }
 
-function lineLegend(chart) {
+// With a view, each name shows or hides its line; one line always stays.
+function lineLegend(chart, view = null) {
   const list = make("ul", { class: "legend" });
   for (const line of chart.lines) {
-    const style = lineClass(line);
-    const shape = line.y.length === 1 ? make("circle", { class: `point ${style}`, cx: 12, cy: 5, r: 4 }) : make("path", { class: `line ${style}`, d: "M1,5L23,5" });
-    list.append(legendItem(line.label, 24, 10, shape));
+    const style = lineClass(line), dot = line.y.length === 1 || line.style === "dots";
+    const shape = dot ? make("circle", { class: `point ${style}`, cx: 12, cy: 5, r: 4 }) : make("path", { class: `line ${style}`, d: "M1,5L23,5" });
+    const item = legendItem(view ? "" : line.label, 24, 10, shape);
+    if (view) item.append(button(line.label, (pressed) => {
+      if (!view.hidden.delete(line.label)) view.hidden.add(line.label);
+      if (chart.lines.every((each) => view.hidden.has(each.label))) view.hidden.delete(line.label);
+      pressed.setAttribute("aria-pressed", !view.hidden.has(line.label));
+      view.redraw();
+    }, { "aria-pressed": !view.hidden.has(line.label) }));
+    list.append(item);
   }
   return list;
 }
@@ -241,10 +256,13 @@ function extent(values) {
   return [low, high];
 }
 
-function rangeOf(chart, lines) {
-  const values = lines.flatMap((line) => [...line.y, ...line.low, ...line.high]);
+// The range of y, of the points from `begin` to `end` if there are any.
+function rangeOf(chart, lines, log, begin, end) {
+  const seen = (line, values) => values.filter((_, n) => line.xs[n] >= begin && line.xs[n] <= end);
+  const inside = lines.flatMap((line) => [line.y, line.low, line.high].flatMap((values) => seen(line, values)));
+  const values = inside.length ? inside : lines.flatMap((line) => line.y);
   let [low, high] = extent(values);
-  if (chart.log) {
+  if (log) {
     low = Math.min(...values.filter((value) => value > 0));
     return [low / 1.1, Math.max(high, low * 1.0001) * 1.1];
   }
@@ -261,20 +279,22 @@ function pathOf(xs, ys, x, y) {
 
 let clips = 0;
 
-function drawLines(holder, chart, wanted) {
-  const axis = chart.axes.includes(wanted) ? wanted : chart.axes[0];
-  const lines = chart.lines.map((line) => ({ ...line, xs: xOf(line, axis) })).filter((line) => line.xs);
-  const [firstX, lastX] = extent(lines.flatMap((line) => line.xs));
+// `view` has what a reader has chosen: {hidden: labels, log, zoom: {axis, low, high}, redraw}; null for charts without tools.
+function drawLines(holder, chart, wanted, view = null) {
+  const axis = chart.axes.includes(wanted) ? wanted : chart.axes[0], log = view?.log ?? chart.log;
+  const lines = chart.lines.map((line) => ({ ...line, xs: xOf(line, axis) })).filter((line) => line.xs && !view?.hidden.has(line.label));
+  const zoom = view?.zoom?.axis === axis ? view.zoom : null;
+  const [firstX, lastX] = zoom ? [zoom.low, zoom.high] : extent(lines.flatMap((line) => line.xs));
   const { label, unit } = axisOf(axis, lastX);
   for (const line of lines) line.xs = line.xs.map((value) => value / unit);
-  const from = chart.log_x || firstX < 0 || chart.ticks.length ? firstX : 0;
+  const from = chart.log_x || firstX < 0 || chart.ticks.length || zoom ? firstX : 0;
   const box = frame(holder, holder.closest("figure.wide") ? 340 : 250, { left: 58, right: 14, top: 24, bottom: 42 });
-  const [low, high] = rangeOf(chart, lines);
   let [begin, end] = [from / unit, lastX / unit];
   if (end <= begin) end = begin + (Math.abs(begin) || 1);
-  const pad = chart.ticks.length && !chart.log_x ? (end - begin) * 0.04 : 0;
-  const x = scaleOf(chart.log_x ? begin / 1.08 : begin - pad, chart.log_x ? end * 1.08 : end + pad, box.left, box.right, chart.log_x);
-  const y = scaleOf(low, high, box.bottom, box.top, chart.log);
+  const [low, high] = rangeOf(chart, lines, log, begin, end);
+  const pad = zoom ? 0 : chart.log_x ? 0.08 : chart.ticks.length ? (end - begin) * 0.04 : 0;
+  const x = scaleOf(chart.log_x ? begin / (1 + pad) : begin - pad, chart.log_x ? end * (1 + pad) : end + pad, box.left, box.right, chart.log_x);
+  const y = scaleOf(low, high, box.bottom, box.top, log);
   drawAxes(box, x, y, { xName: label, yName: chart.y, ticks: chart.ticks.length ? chart.ticks : undefined });
   const { svg } = box, clip = `clip${clips++}`;
   svg.append(make("clipPath", { id: clip }, make("rect", { x: box.left - 5, y: box.top - 4, width: box.right - box.left + 10, height: box.bottom - box.top + 8 })));
@@ -293,15 +313,49 @@ function drawLines(holder, chart, wanted) {
       const band = pathOf(line.xs, line.high, x, y) + pathOf(back.map((n) => line.xs[n]), back.map((n) => line.low[n]), x, y).replace("M", "L");
       plot.append(make("path", { class: `band ${style}`, d: `${band}Z` }));
     }
-    plot.append(make("path", { class: `line ${style}`, d: pathOf(line.xs, line.y, x, y), "data-label": line.label, "data-points": line.xs.length }));
-    if (line.marked || line.xs.length === 1) {
-      line.xs.forEach((value, n) => plot.append(make("circle", { class: `point ${style}`, cx: x(value).toFixed(1), cy: y(line.y[n]).toFixed(1), r: 3, "data-x": value * unit, "data-y": line.y[n] })));
+    const dots = line.style === "dots";
+    if (!dots) plot.append(make("path", { class: `line ${style}`, d: pathOf(line.xs, line.y, x, y), "data-label": line.label, "data-points": line.xs.length }));
+    if (dots || line.marked || line.xs.length === 1) {
+      line.xs.forEach((value, n) => plot.append(make("circle", { class: `point ${style}`, cx: x(value).toFixed(1), cy: y(line.y[n]).toFixed(1), r: dots ? 4.5 : 3, "data-x": value * unit, "data-y": line.y[n], "data-label": line.label })));
     }
   }
   svg.setAttribute("aria-label", `${chart.title} over ${label}: ${lines.map((line) => line.label).join(", ")}`);
   for (const [name, value] of Object.entries({ axis, x0: x.low, x1: x.high, y0: low, y1: high, left: box.left, right: box.right, top: box.top, bottom: box.bottom })) svg.dataset[name] = value;
-  follow(holder, svg, box, x, y, lines, label);
+  const move = follow(holder, svg, box, x, y, lines, label);
+  if (view) zoomable(svg, box, x, move, (low, high) => {
+    view.zoom = high > low ? { axis, low: low * unit, high: high * unit } : null;
+    view.redraw();
+  });
   return svg;
+}
+
+// Dragging over a chart, or + at the place of the arrow keys, shows that part alone; a double click, or 0, shows all of it.
+function zoomable(svg, box, x, here, show) {
+  const chosen = make("rect", { class: "zoom", y: box.top, height: box.bottom - box.top, visibility: "hidden" });
+  const place = (event) => {
+    const bounds = svg.getBoundingClientRect();
+    return Math.max(box.left, Math.min(box.right, ((event.clientX - bounds.left) / bounds.width) * box.width));
+  };
+  let from = null;
+  svg.append(chosen);
+  svg.addEventListener("pointerdown", (event) => { from = event.button ? null : place(event); });
+  svg.addEventListener("pointermove", (event) => {
+    if (from === null) return;
+    const to = place(event);
+    for (const [name, value] of Object.entries({ x: Math.min(from, to), width: Math.abs(to - from), visibility: "visible" })) chosen.setAttribute(name, value);
+  });
+  svg.addEventListener("pointerup", (event) => {
+    const ends = from === null ? [0, 0] : [from, place(event)].sort((a, b) => a - b);
+    from = null;
+    chosen.setAttribute("visibility", "hidden");
+    if (ends[1] - ends[0] > 8) show(x.invert(ends[0]), x.invert(ends[1]));
+  });
+  svg.addEventListener("dblclick", () => show(0, 0));
+  svg.addEventListener("keydown", (event) => {
+    const quarter = (box.right - box.left) / 4, middle = Math.max(box.left + quarter, Math.min(box.right - quarter, x(here())));
+    if (event.key === "+") show(x.invert(middle - quarter), x.invert(middle + quarter));
+    if (event.key === "0") show(0, 0);
+  });
 }
 
 function nearest(values, target) {
@@ -351,6 +405,44 @@ function follow(holder, svg, box, x, y, lines, label) {
     at = Math.max(0, Math.min(longest.xs.length - 1, moves[event.key]));
     show();
   });
+  return () => longest.xs[at];
+}
+
+// Saves a chart as it is seen, with its legend, as an SVG file.
+const STYLES = ["fill", "stroke", "stroke-width", "stroke-dasharray", "stroke-linecap", "opacity", "font-size", "font-family", "visibility"];
+
+function styled(svg) {
+  const copy = svg.cloneNode(true), copies = [copy, ...copy.querySelectorAll("*")];
+  [svg, ...svg.querySelectorAll("*")].forEach((element, n) => {
+    for (const name of STYLES) copies[n].setAttribute(name, getComputedStyle(element).getPropertyValue(name));
+  });
+  return copy;
+}
+
+function svgText(holder) {
+  const svg = styled(holder.querySelector(":scope > svg")), page = getComputedStyle(document.body);
+  const items = [...(holder.closest("figure, [data-part]")?.querySelectorAll(".legend li:not(:has([aria-pressed=false]))") ?? [])];
+  const room = (item) => 50 + textWidth(item.textContent), width = Math.max(Number(svg.getAttribute("width")), ...items.map(room));
+  let height = Number(svg.getAttribute("height")), at = 8;
+  for (const item of items) {
+    const wide = room(item);
+    if (at === 8 || at + wide > width) [at, height] = [8, height + 18];
+    const shape = styled(item.querySelector("svg"));
+    for (const [name, value] of Object.entries({ x: at, y: height - 14 })) shape.setAttribute(name, value);
+    svg.append(shape, make("text", { x: at + 30, y: height - 4, fill: page.color, "font-size": "12px", "font-family": page.fontFamily }, item.textContent));
+    at += wide;
+  }
+  svg.prepend(make("rect", { width: "100%", height: "100%", fill: page.backgroundColor }));
+  for (const [name, value] of Object.entries({ width, height, viewBox: `0 0 ${width} ${height}` })) svg.setAttribute(name, value);
+  return new XMLSerializer().serializeToString(svg);
+}
+
+function save(holder) {
+  const svg = holder.querySelector(":scope > svg"), name = svg.getAttribute("aria-label").split(":")[0];
+  const link = make("a", { download: `${name.toLowerCase().replace(/[^a-z0-9]+/g, "-").slice(0, 60)}.svg` });
+  link.href = URL.createObjectURL(new Blob([svgText(holder)], { type: "image/svg+xml" }));
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }
 
 // Bars, parts, points and time lines --------------------------------------------------------------------------------------

@@ -49,16 +49,18 @@ function renew(html) {
 
 async function askOnce() {
   try {
-    const answer = await fetch(`/update.json?since=${encodeURIComponent(stamp)}`, { cache: "no-store" });
+    const answer = await fetch(`update.json?since=${encodeURIComponent(stamp)}`, { cache: "no-store" });
     const update = await answer.json();
     if (update.html) {
       renew(update.html);
       stamp = update.stamp;
       LIVE.dataset.stamp = stamp;
     }
-    LIVE.textContent = update.text;
+    LIVE.querySelector("p").textContent = update.text;
+    LIVE.querySelector("progress").hidden = update.share === null;
+    LIVE.querySelector("progress").value = update.share ?? 0;
   } catch (error) {
-    LIVE.textContent = "`dither watch` has ended: this page is no longer renewed.";
+    LIVE.querySelector("p").textContent = "`dither watch` has ended: this page is no longer renewed.";
   }
 }
 

@@ -6,7 +6,7 @@ const OPERANDS = { input: "input", weight: "weight", grad: "gradient" };
 let axis = "steps";
 
 const DRAW = {
-  lines: (holder, chart) => drawLines(holder, chart, axis),
+  lines: (holder, chart, view) => drawLines(holder, chart, axis, view),
   bars: drawBars,
   parts: drawParts,
   timeline: drawTimeline,
@@ -41,10 +41,37 @@ function visible(element) {
 function drawChart(figure) {
   const chart = DATA.charts[figure.dataset.chart], holder = figure.querySelector(".plot");
   if (!visible(holder)) return;
-  place(holder, DRAW[chart.kind](holder, chart));
-  if (figure.querySelector(".legend")) return;
-  if (chart.kind === "lines" && chart.lines.length > 1) holder.before(lineLegend(chart));
+  const view = chart.kind === "lines" ? viewOf(figure) : null;
+  keepFocus(holder, () => place(holder, DRAW[chart.kind](holder, chart, view)));
+  const tools = figure.querySelector(".tools") ?? toolsOf(figure, chart, view);
+  tools.querySelector(".whole")?.toggleAttribute("hidden", !view.zoom);
+}
+
+// What a reader has chosen in a chart; the live page keeps it.
+const views = new Map();
+
+function viewOf(figure) {
+  const id = figure.dataset.chart;
+  if (!views.has(id)) views.set(id, { hidden: new Set(), log: null, zoom: null });
+  return Object.assign(views.get(id), { redraw: () => drawChart(figure) });
+}
+
+function toolsOf(figure, chart, view) {
+  const holder = figure.querySelector(".plot"), tools = make("div", { class: "tools" });
+  if (view) {
+    tools.append(button("Whole range", () => { view.zoom = null; view.redraw(); }, { class: "whole", hidden: "" }));
+    const positive = chart.lines.every((line) => line.y.every((value) => value > 0));
+    if (positive) tools.append(button("Log", (pressed) => {
+      view.log = !(view.log ?? chart.log);
+      pressed.setAttribute("aria-pressed", view.log);
+      view.redraw();
+    }, { "aria-pressed": view.log ?? chart.log, title: "Logarithmic y axis" }));
+  }
+  tools.append(button("SVG", () => save(holder), { title: "Save this chart as a file" }));
+  figure.prepend(tools);
+  if (chart.kind === "lines" && chart.lines.length > 1) holder.before(lineLegend(chart, view));
   if (chart.kind === "timeline") holder.before(timelineLegend(chart));
+  return tools;
 }
 
 function drawCharts() {
@@ -76,11 +103,15 @@ function bind() {
   document.querySelectorAll("input[name=axis]").forEach((input) => {
     input.addEventListener("change", () => {
       axis = input.value;
+      for (const view of views.values()) view.zoom = null;
       drawCharts();
     });
   });
   document.querySelectorAll("details").forEach((details) => {
     details.addEventListener("toggle", () => details.open && drawAll());  // what was hidden had no width to draw in
+  });
+  document.querySelectorAll("[data-part] .plot").forEach((holder) => {
+    holder.before(button("SVG", () => save(holder), { class: "save", title: "Save this map or chart as a file" }));
   });
   for (const [name, begin] of parts) {
     document.querySelectorAll(`[data-part=${name}]`).forEach((section) => {
@@ -130,10 +161,10 @@ part("sensitivity", (run, find) => {
   fill(option, all[at].options, widest);
   const draw = () => {
     const seen = all[at], column = Number(option.value), table = seen[measure.value];
-    const values = table.map((row) => (row.length ? row[column] : null)), positive = values.filter((value) => value > 0);
-    const [low, high] = positive.length ? extent(positive) : [1, 1];
+    const values = table.map((row) => (row.length ? row[column] : null)), positive = all.flatMap((each) => each[measure.value].flat()).filter((value) => value > 0);
+    const [low, high] = positive.length ? extent(positive) : [1, 1];  // of all estimates and options: one scale
     const span = Math.log10(high / low) || 1, holder = find("map");
-    find("now").textContent = `Estimated at step ${seen.measured.toLocaleString("en")} with the probe ${seen.probe}, logarithmic colours.${older ? " The page has no estimates of the plan that the slider shows." : ""}`;
+    find("now").textContent = `Estimated at step ${seen.measured.toLocaleString("en")} with the probe ${seen.probe}: ${measure.selectedOptions[0].textContent}, if cast to ${seen.options[column]}. Colours are logarithmic, on one scale for all steps and options.${older ? " The page has no estimates of the plan that the slider shows." : ""}`;
     keepFocus(holder, () => place(holder, drawMap(holder, run.grid, (layer) => {
       if (values[layer] === null) return null;
       const share = values[layer] > 0 ? Math.log10(values[layer] / low) / span : 0;
@@ -168,19 +199,17 @@ part("bitwidths", (run, find) => {
     keepFocus(holder, () => place(holder, drawMap(holder, view.grid, (layer) => {
       const mean = view.means[at][layer];
       if (mean === null) return null;
-      const deviation = view.deviations[at][layer], spread = deviation === null ? "" : ` ± ${deviation.toFixed(3)}`;
-      return { fill: [colour(mean)], value: mean, text: mean.toFixed(2), tip: [view.grid.names[layer], `mean ${mean.toFixed(3)}${spread}, from ${view.lows[at][layer].toFixed(3)} to ${view.highs[at][layer].toFixed(3)} bits`] };
+      return { fill: [colour(mean)], value: mean, text: mean.toFixed(2), tip: [view.grid.names[layer], `mean ${mean.toFixed(3)} ± ${view.deviations[at][layer].toFixed(3)}, from ${view.lows[at][layer].toFixed(3)} to ${view.highs[at][layer].toFixed(3)} bits`] };
     }, { title: "Mean bitwidths", chosen: Number(layers.value), choose })));
   };
   const drawLayer = () => {
     const layer = Number(layers.value), there = view.steps.map((_, n) => n).filter((n) => view.means[n][layer] !== null);
-    const of = (table) => there.map((n) => table[n][layer]), means = of(view.means), deviations = of(view.deviations);
-    const known = deviations.every((value) => value !== null);
+    const of = (table) => there.map((n) => table[n][layer]), around = (sign) => there.map((n) => view.means[n][layer] + sign * view.deviations[n][layer]);
     const x = { steps: there.map((n) => view.steps[n]) }, base = { x, colour: 0, low: [], high: [], marked: false };
     const lines = [
-      { ...base, label: known ? "mean ± deviation" : "mean", y: means, style: "strong", low: known ? means.map((mean, n) => mean - deviations[n]) : [], high: known ? means.map((mean, n) => mean + deviations[n]) : [], marked: there.length <= 40 },
-      { ...base, label: "largest", y: of(view.highs), style: "plain" },
-      { ...base, label: "smallest", y: of(view.lows), style: "dashed" },
+      { ...base, label: "mean ± deviation", y: of(view.means), style: "strong", low: around(-1), high: around(1), marked: there.length <= 40 },
+      { ...base, label: "largest", y: of(view.highs), style: "plain", colour: 1 },
+      { ...base, label: "smallest", y: of(view.lows), style: "dashed", colour: 2 },
     ];
     const chart = { title: `Bitwidths of ${view.grid.names[layer]}`, y: "bits", axes: ["steps"], lines, log: false, from_zero: false, log_x: false, ticks: [], marks: [] };
     const holder = find("history");
@@ -262,10 +291,8 @@ part("numerics", (run, find) => {
       chart.lines = chart.lines.filter((line) => line.y.length && line.low.every((value) => value > 0));
       const holder = find(name);
       holder.querySelectorAll(":scope > svg").forEach((old) => old.remove());
-      find(`${name}-legend`).replaceChildren();
-      if (!chart.lines.length) continue;
-      place(holder, drawLines(holder, chart, "steps"));
-      find(`${name}-legend`).replaceChildren(lineLegend(chart));
+      find(`${name}-legend`).replaceChildren(chart.lines.length ? lineLegend(chart) : "Not measured for this layer.");
+      if (chart.lines.length) place(holder, drawLines(holder, chart, "steps"));
     }
   };
   function choose(layer) {
