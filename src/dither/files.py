@@ -249,8 +249,8 @@ def sync(path: Path) -> None:
 
 
 def is_free(path: Path) -> bool:
-    """Return True if a path is new, or an empty folder."""
-    return not path.is_symlink() and (not path.exists() or (path.is_dir() and not any(path.iterdir())))
+    """Return True if a path is new, or an empty folder. Of one that cannot exist, `new_folder` says why."""
+    return not os.path.lexists(path) or (not path.is_symlink() and path.is_dir() and not any(path.iterdir()))
 
 
 @contextmanager
