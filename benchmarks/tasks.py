@@ -304,7 +304,7 @@ def _change_heads(columns: list[tuple[str, str]]) -> list[str]:
 
 
 def _difference(mean: float, error: float | None, digits: int, decided: bool) -> str:
-    """Return a difference, in bold if it exceeds two standard errors."""
+    """Return a difference, in bold if it exceeds the bounds of its 95 % confidence interval around 0."""
     text = f"{mean:+.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
     return f"**{text}**" if decided else text
 

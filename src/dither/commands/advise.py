@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SHOWN, OTHERS = 15, 4
 """Rows of the table of precisions, and of the table of other layouts."""
 
-DEVIATION = "Published runs reached 0.82 to 1.18 times the speed that these formulas predict: docs/many-gpus.md compares them."
+DEVIATION = "Published runs reached 0.82 to 1.18 times the speed that these formulas predict: see docs/results/many-gpus.md."
 
 
 def advise(
