@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 
 import pytest
 import torch
@@ -272,3 +273,19 @@ def test_prepare_and_train_on_the_command_line(prepared, tmp_path, capsys):
     assert cli.main(["data", "prepare", str(tmp_path / "plain.txt"), "-o", str(text)]) == 0
     assert cli.main(["train", "data.kind=chat", "--data", str(text), "--out", str(tmp_path / "no")]) == 2
     assert "are those of text, and data.kind is 'chat'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% set text = namespace(a='a' * 999) %}{% for _ in range(11) %}{% set text.a = text.a * 9 %}{% endfor %}{{ text.a }}",
+    ],
+    ids=["time", "memory"],
+)
+def test_a_template_without_bounds_is_refused(tmp_path, template):
+    place = folder_of(tmp_path, template)
+    began = time.thread_time()
+    with pytest.raises(UserError, match=r"chat template in .* is refused: it takes more than 5 s or 1 GiB for a short convers"):
+        load_template(load_tokenizer(place / "tokenizer.json"), place)
+    assert time.thread_time() - began < 5

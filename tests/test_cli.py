@@ -487,6 +487,32 @@ def test_plans_as_json(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out) == []
 
 
+def test_escapes_and_lone_surrogates_of_a_plan_are_visible(tmp_path, capsys):
+    hostile = dither.recipe("fp8-block").to_dict() | {"provenance": {"x\x1b[31m": "y\x1b[2J\ud800"}}
+    paths = [str(tmp_path / "a.json"), str(tmp_path / "b.json")]
+    Path(paths[0]).write_text(json.dumps(hostile))
+    Path(paths[1]).write_text(dither.recipe("fp8-block").to_json())
+    for words, code in (["show", paths[0]], 0), (["diff", *paths], 1), (["show", "\x1b[31m\ud800"], 2):
+        assert cli.main(["plan", *words]) == code
+        found = "".join(capsys.readouterr())
+        assert "\\x1b[31m" in found
+        assert "\x1b" not in found
+        found.encode()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [(KeyboardInterrupt(), 130, "Interrupted."), (OSError(24, "Too many open files"), 2, "Too many files are open at once")],
+)
+def test_an_interruption_and_a_limit_are_one_line(error, code, message, monkeypatch, capsys):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(cli, "_import_torch", fail)
+    assert cli.main(["train"]) == code
+    assert capsys.readouterr().err.startswith(f"dither: error: {message}")
+
+
 def test_the_doctors_report_as_json(capsys, monkeypatch):
     test = doctor.SelfTest((self_test.BitCheck("e4m3", "e4m3 row", 100, 3, None),), "here", "there", 0)
     monkeypatch.setattr(doctor, "examine", lambda elements: report(test))

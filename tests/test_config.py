@@ -49,7 +49,7 @@ texts = st.text(letters, min_size=1)
 def anything(draw) -> Config:
     lr = draw(positive)
     micro = draw(st.none() | st.integers(1, 64))
-    warmup = draw(st.floats(0, 1))
+    warmup, schedule = draw(st.floats(0, 1)), draw(st.sampled_from(["cosine", "wsd", "constant"]))
     b_init = draw(st.floats(0, 32))
     guides = [st.just(()), st.builds(WeightDecay, positive), st.builds(BitwidthLoss, positive)]
     both = st.tuples(st.builds(WeightDecay, positive), st.builds(BitwidthLoss, positive))
@@ -81,9 +81,9 @@ def anything(draw) -> Config:
             min_lr=draw(st.floats(0, lr)),
             betas=(draw(st.floats(0, 1, exclude_max=True)), draw(st.floats(0, 1, exclude_max=True))),
             weight_decay=draw(st.floats(0, 1e300)),
-            schedule=draw(st.sampled_from(["cosine", "wsd", "constant"])),
+            schedule=schedule,
             warmup=warmup,
-            decay=draw(st.floats(0, 1 - warmup)),
+            decay=draw(st.floats(0, 1 - warmup)) if schedule == "wsd" else 0.2,
         ),
         precision=Precision(
             **draw(st.sampled_from([{}, {"recipe": "fp8-block"}, {"plan": "plan.json"}])), sampling=draw(st.none() | sampling)
@@ -513,3 +513,24 @@ def test_an_impossible_goal_in_a_loop_of_ones_own():
         with pytest.raises(UserError, match=said):
             Snip(dither.Conversion.of(model), optimizer, SnipSettings(**goal))
     Snip(dither.Conversion.of(model), optimizer, SnipSettings(target=0.5, pinned=("0=fp8",)))
+
+
+@pytest.mark.parametrize(
+    ("setting", "needed"),
+    [
+        ("lora.alpha=3", "lora.rank"),
+        ("snip.start=3", "snip.target"),
+        ("loss_scaling.init_scale=3", "precision.mode='fp16'"),
+        ("optim.decay=0.5", "optim.schedule='wsd'"),
+        ("monitor.tokens=7", "monitor.every"),
+    ],
+)
+def test_a_setting_without_effect_is_refused(setting, needed):
+    with pytest.raises(UserError, match=f"{setting.partition('=')[0]}=.* has no effect without {needed}: "):
+        override(Config(), [setting])
+    assert loads(dumps(Config())) == Config()  # which writes every field, at its default
+
+
+def test_settings_with_their_parent_have_an_effect():
+    changes = "optim.schedule=wsd optim.decay=0.5 snip.target=0.5 snip.start=3 precision.mode=fp16 loss_scaling.init_scale=3.0"
+    assert override(Config(), changes.split()).loss_scaling.init_scale == 3

@@ -12,6 +12,7 @@ from runs import config_of, write_words
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+import dither
 from dither import UserError
 from dither.data import open_corpus
 from dither.nn import Conversion, Linear, convert, step_context
@@ -698,3 +699,35 @@ def test_a_record_of_engines_is_a_setting(monkeypatch, folder, tmp_path):
         conversion(settings(folder, tmp_path, f'precision.engines="{tmp_path}/none.json"'), tmp_path)
     with pytest.raises(UserError, match="fallback"):
         settings(folder, tmp_path, "precision.fallback=fp8")
+
+
+@pytest.mark.parametrize("plan", ["fp8-delayed", "sampled"])
+def test_a_model_that_is_not_converted_loads_strictly_into_one_that_is(plan):
+    """Histories and bitwidths stay as they are; a state with some of them, but not all, is still refused."""
+    if plan == "sampled":
+        plan = dataclasses.replace(dither.recipe("fp8-block"), default=LayerPrecision(sampling=dither.Sampling()))
+    plain, model = nn.Sequential(nn.Linear(64, 64)), nn.Sequential(nn.Linear(64, 64))
+    dither.convert(model, plan)
+    own = [name for name in model.state_dict() if name not in plain.state_dict()]
+    assert own
+    model.load_state_dict(plain.state_dict())
+    assert torch.equal(model[0].weight, plain[0].weight)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict({name: value for name, value in model.state_dict().items() if name != "0.weight"})
+    if len(own) > 1:
+        with pytest.raises(RuntimeError, match="Missing key"):
+            model.load_state_dict({name: value for name, value in model.state_dict().items() if name != own[0]})
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_a_layer_without_elements_is_left_alone():
+    for sizes in ((0, 64), (64, 0)):
+        with pytest.raises(UserError, match="no layer to convert: '0': its weight has no elements"):
+            dither.convert(nn.Sequential(nn.Linear(*sizes)), "fp8-block")
+
+
+def test_float64_into_sampled_inputs_is_one_sentence():
+    model = nn.Sequential(nn.Linear(64, 64))
+    dither.convert(model, dataclasses.replace(dither.recipe("bf16"), default=LayerPrecision(input_sampling=dither.Sampling())))
+    with dither.step_context(model, step=0), pytest.raises(UserError, match=r"samples inputs of .*, not torch\.float64"):
+        model(torch.ones(4, 64, dtype=torch.float64))

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 import types
 from pathlib import Path
 
@@ -1129,3 +1130,30 @@ def test_the_progress_is_told_and_can_be_stopped(prepared_corpus, shards, monkey
     stop.set()
     with pytest.raises(InterruptedError):
         verify_shards(prepared_corpus.folder, shards, stop=stop)
+
+
+# Small hostile files --------------------------------------------------------------------------------------------------
+
+
+def _doubling(count: int, times: int = 100) -> str:
+    """A small tokenizer whose normalizers multiply the text."""
+    replace = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * times}
+    vocab = {"a": 0, "<|endoftext|>": 1}
+    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "a"}
+    return json.dumps({"version": "1.0", "normalizer": {"type": "Sequence", "normalizers": [replace] * count}, "model": model})
+
+
+def test_a_tokenizer_that_multiplies_its_text_is_refused():
+    assert data.Tokenizer(_doubling(1)).encode("a") == [0]
+    began = time.thread_time()
+    with pytest.raises(UserError, match="takes more than 5 s or 1 GiB"):
+        data.Tokenizer(_doubling(6))
+    assert time.thread_time() - began < 5
+
+
+def test_a_glob_that_matches_too_much_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("text")
+    assert texts._files(f"{tmp_path}/**/**/a.txt", lambda *_: None) == [tmp_path / "a.txt"]
+    monkeypatch.setattr(texts, "GLOB_SECONDS", 0.05)
+    with pytest.raises(UserError, match=r"'/\*\*/\*\*' matches too much"):
+        texts._files("/**/**", lambda *_: None)

@@ -4,6 +4,7 @@ import copy
 import json
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -536,3 +537,13 @@ def test_compiled_models_are_left_to_the_cpu(monkeypatch):
     run.model[0].compile()  # torch.compile refuses to trace inside a dispatch mode
     with run.forward():
         assert len(entered) == 1
+
+
+def test_a_learning_rate_of_numpy_is_a_number():
+    model = torch.nn.Linear(4, 4)
+    before = model.weight.detach().clone()
+    optimizer = dither.optim.AdamW(model.named_parameters(), lr=np.float32(0.5))
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
+    optimizer.load_state_dict(optimizer.state_dict())

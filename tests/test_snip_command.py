@@ -305,6 +305,9 @@ def test_a_run_without_optimizer_state_or_checkpoint(text, tmp_path, capsys):
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000001")
     assert plan(tmp_path / "run", "--probe", "direct") == 2  # step 0: nothing has been learned yet
     assert "take a few steps" in error_line(capsys.readouterr().err)
+    (tmp_path / "run" / "checkpoints" / "step-00000000" / "manifest.json").write_text("{")
+    assert plan(tmp_path / "run", "--probe", "direct") == 2
+    assert "has no whole checkpoint: " in capsys.readouterr().err  # it is damaged, and another one is not coming
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000000")
     assert plan(tmp_path / "run", "--probe", "direct") == 2
     assert "has no whole checkpoint yet" in capsys.readouterr().err

@@ -4,6 +4,7 @@ Modules of commands import no torch until a command runs, so help and mistakes a
 """
 
 import difflib
+import errno
 import functools
 import importlib
 import inspect
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import is_dataclass, replace
 from typing import Annotated, Any, NamedTuple, TextIO
 
-from dither.console import LastingStream
+from dither.console import LastingStream, printable
 from dither.errors import DitherError, UserError
 from dither.spec.checks import did_you_mean
 from dither.versions import version
@@ -99,10 +100,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     except DitherError as error:
         if not error.told:
-            print(f"dither: error: {error}", file=sys.stderr)
+            print(f"dither: error: {printable(str(error))}", file=sys.stderr)
         # With code 1 no argument would change it, for example a lost process.
         return 2 if isinstance(error, UserError) else 1
-    except BrokenPipeError:
+    except KeyboardInterrupt:
+        print("dither: error: Interrupted.", file=sys.stderr)
+        return 130
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE, errno.EPIPE):
+            raise
+        if error.errno != errno.EPIPE:
+            print("dither: error: Too many files are open at once: raise the limit, as by `ulimit -n 1024`.", file=sys.stderr)
+            return 2
         # The reader of our output, such as `head`, has closed it. Python would complain again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -98,6 +98,15 @@ def megabytes(size: int) -> str:
     return f"{size / 1e6:,.1f} MB"
 
 
+def printable(text: str, keep: str = "") -> str:
+    r"""Return a text of a file with its control characters, which could change the terminal, and lone surrogates made visible.
+
+    >>> printable("a\x1b[31mb\n\ud800"), printable("a\nb", keep="\n")
+    ('a\\x1b[31mb\\n\\ud800', 'a\nb')
+    """
+    return "".join(letter if letter.isprintable() or letter in keep else repr(letter)[1:-1] for letter in text)
+
+
 def counter(tick: Tick, total: int | None = None) -> Callable[[int], None]:
     """Return a function that adds to the number of units done, for code that reports how many it has just finished.
 
@@ -279,7 +288,7 @@ def print_table(
       a       1
       b      10
     """
-    columns = [list(column) for column in zip(header, *rows, strict=True)]
+    columns = [list(map(printable, column)) for column in zip(header, *rows, strict=True)]
     room = max(_terminal_width() - GAP, 0)
     widths = [max(map(cell_width, column)) for column in columns]
     if room and _total(widths) > room:

@@ -10,10 +10,12 @@ import hashlib
 import json
 import math
 import os
+import resource
 import shutil
+import signal
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -175,6 +177,39 @@ def digest(file: BinaryIO) -> str:
         sha256.update(buffer[:count])
     file.seek(0)
     return sha256.hexdigest()
+
+
+def try_first(work: Callable[[], object], what: str, seconds: int = 5, memory: int = 1 << 30) -> None:
+    """Do work in a copy of this process that has limits, and raise Refused if it exceeds them, before doing it here.
+
+    For libraries that parse what strangers wrote: a small file may take hours or all memory. Errors within the limits are none
+    here, since the work then fails again.
+
+    >>> try_first(lambda: "a" * (2 << 30), "the template")
+    Traceback (most recent call last):
+    dither.files.Refused: the template takes more than 5 s or 1 GiB
+    """
+    with open("/proc/self/statm") as file:  # a limit of the address space counts what is mapped already
+        mapped = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    if not (child := os.fork()):
+        with suppress(BaseException):
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(12 * seconds)  # a copy lacks the other threads, and may wait for a lock of one of them
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+            resource.setrlimit(resource.RLIMIT_AS, (mapped + memory, mapped + memory))
+            for stream in (1, 2):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+            try:
+                work()
+            except BaseException as error:
+                chain: BaseException | None = error
+                while chain is not None and not isinstance(chain, MemoryError):
+                    chain = chain.__context__
+                os._exit(chain is not None)
+        os._exit(0)
+    if os.waitpid(child, 0)[1] not in (0, signal.SIGALRM):
+        raise Refused(f"{what} takes more than {seconds} s or {memory >> 30} GiB")
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -144,3 +144,16 @@ def test_passes_that_cannot_be_captured():
             passes(tokens[:1])
         with pytest.raises(dither.UserError, match="cannot be captured as a CUDA graph"):
             passes(tokens)
+    # A failed capture does not keep torch's generator in capture mode, nor does it change what that draws next.
+    torch.cuda.manual_seed(7)
+    expected = torch.rand(4, device="cuda")
+    torch.cuda.manual_seed(7)
+    failing = dither.capture_passes(model, lambda tokens: torch.rand(3, device="cuda").sum() + run(tokens))
+    for step in range(3):
+        with dither.step_context(model, step=step):
+            failing(tokens)
+        model.zero_grad()
+    torch.cuda.manual_seed(7)
+    with dither.step_context(model, step=3), pytest.raises(dither.UserError, match="cannot be captured as a CUDA graph"):
+        failing(tokens)
+    assert torch.equal(torch.rand(4, device="cuda"), expected)

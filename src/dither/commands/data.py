@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from dither.console import ProgressBars, megabytes, print_table
+from dither.console import ProgressBars, megabytes, print_table, printable
 from dither.errors import UserError
 
 if TYPE_CHECKING:
@@ -159,22 +159,17 @@ def _print(corpus: tokens.Corpus) -> None:
     print(f"tokenizer   {'bytes' if tokenizer.json is None else 'tokenizer.json'}, {tokenizer.vocab_size:,} tokens")
     if corpus.template is not None:
         print(f"template    {'that of the tokenizer' if corpus.template == 'tokenizer' else 'simple'}")
-    print(f"sources     {_plain(', '.join(corpus.sources))}")
+    print(f"sources     {printable(', '.join(corpus.sources))}")
     left = ", ".join(f"{count:,} {why}" for why, count in corpus.skipped.items())
-    print(f"left out    {_plain(left) or 'nothing'}")
+    print(f"left out    {printable(left) or 'nothing'}")
     print(f"sha256      {corpus.sha256}")
     first = corpus.train.read(0, min(SHOWN, len(corpus.train))).tolist()
     text = tokenizer.decode(first[: first.index(tokenizer.end)] if tokenizer.end in first else first)
-    print(f"The first document begins:\n{_plain(text)}")
+    print("The first document begins:", printable(text, keep="\n"), sep="\n")
     if corpus.template is not None:
         marks = corpus.train.read_counted(0, len(first))
         begin = int(marks.argmax())
         end = begin + int((~marks[begin:]).argmax() or len(first))
         counted = sum(int(np.asarray(shard).sum()) for shard in corpus.train.counted or ())
-        reply = _plain(tokenizer.decode(first[begin:end]))
+        reply = printable(tokenizer.decode(first[begin:end]), keep="\n")
         print(f"{counted:,} training tokens count towards the loss. The first reply:\n{reply}")
-
-
-def _plain(text: str) -> str:
-    """Escape the control characters of a text, for a terminal."""
-    return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)

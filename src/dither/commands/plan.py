@@ -7,7 +7,7 @@ from typing import Annotated
 import tyro
 
 from dither.commands.arguments import Device, Json, PlanFile, RunPath
-from dither.console import ProgressBars, print_result, print_table
+from dither.console import ProgressBars, print_result, print_table, printable
 from dither.errors import UserError
 from dither.models.sizes import PRESETS, preset
 from dither.snip.settings import Estimator, Goal
@@ -61,7 +61,7 @@ def plan(
     chosen = build_plan(found.layers, choices, solution, base, step=found.step, **said)
     _write(output, chosen.to_json())
     _write(scores, found.to_json() + "\n")
-    print_result(chosen, lambda: print(picture(chosen)), json=json)
+    print_result(chosen, lambda: print(printable(picture(chosen), keep="\n")), json=json)
     return 0
 
 
@@ -73,7 +73,7 @@ def show(path: PlanFile, /, json: Json = False) -> int:
     from dither.snip.planning import picture
 
     plan = Plan.load(path)
-    print_result(plan, lambda: print(picture(plan)), json=json)
+    print_result(plan, lambda: print(printable(picture(plan), keep="\n")), json=json)
     return 0
 
 

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from dither.data.text import Skip, first_line
 from dither.data.tokenizer import TOKENIZER, Array, Tokenizer
 from dither.errors import UserError
+from dither.files import Refused, try_first
 
 FILES = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
 """Files beside a tokenizer.json that a chat template depends on."""
@@ -314,7 +315,14 @@ def load_template(tokenizer: Tokenizer, source: str | Path = "bytes") -> ChatTem
     engine = tokenizers.Tokenizer.from_str(tokenizer.json)
     engine.no_truncation()
     engine.no_padding()
-    return ChatTemplate(tokenizer, folder, files, renderer, engine)
+    template = ChatTemplate(tokenizer, folder, files, renderer, engine)
+    turns = [{"role": role, "content": "text"} for role in ("user", "assistant") * 4]
+    sample = read_conversation({"messages": turns}, "a sample")
+    try:
+        try_first(lambda: template.parts(sample), "it")
+    except Refused as error:
+        raise UserError(f"The chat template in {str(folder)!r} is refused: {error} for a short conversation.") from None
+    return template
 
 
 def _has_template(folder: Path, files: Mapping[str, bytes]) -> bool:

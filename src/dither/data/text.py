@@ -18,6 +18,7 @@ import os
 import re
 import stat
 import sysconfig
+import time
 import zlib
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,9 @@ MANIFEST = "dither-tokens.json"
 """The file that makes a folder one of prepared tokens (see `dither.data.tokens`)."""
 
 JSON_LINES = (".jsonl", ".ndjson")
+
+GLOB_SECONDS = 4.0
+"""Seconds of CPU time for the names of a glob; folders have no limit."""
 
 LARGEST = 1 << 30
 """The most bytes of a document: compressed text may expand to more than the disk holds."""
@@ -202,7 +206,14 @@ def _files(source: str, skip: Skip) -> list[Path]:
                 raise UserError(f"{source!r} is neither a file nor a folder.")
             return [path]
         elif glob.has_magic(source):
-            found = [Path(name) for name in glob.glob(source, recursive=True)]
+            began, found = time.thread_time(), []
+            once = re.sub(r"\*\*/(\*\*/)*\*\*(?=/|$)", "**", source)  # `**/**` means the same as `**`, and is slower
+            for name in glob.iglob(once, recursive=True):
+                found.append(Path(name))
+                if time.thread_time() - began > GLOB_SECONDS:
+                    raise UserError(
+                        f"The glob {source!r:.200} matches too much, {len(found):,} names in {GLOB_SECONDS:g} s: name a folder."
+                    )
         else:
             raise UserError(
                 f"There is no file or folder {source!r}: a source is a file, a folder, a glob, 'stdlib' or 'hf:NAME'."

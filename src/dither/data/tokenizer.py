@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import os
+import string
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from dither.data.text import SEPARATOR, Document, first_line
 from dither.errors import UserError
-from dither.files import Refused, read_text
+from dither.files import Refused, read_text, try_first
 
 TOKENIZER = "tokenizer.json"
 
@@ -112,6 +113,9 @@ class Tokenizer:
         return lengths
 
 
+SMALL, SAMPLE = 1 << 20, string.printable * 10
+"""A tokenizer with fewer characters is tried on a sample of text before it is used."""
+
 _STDERR = threading.Lock()
 
 
@@ -144,6 +148,8 @@ def _without_panics() -> Iterator[None]:
 def _engine(text: str, end_token: str | None) -> tuple[Any, int, int]:
     """Return the tokenizer of the package tokenizers, its size and its end token. It neither adds nor drops text."""
     try:
+        if len(text) < SMALL:
+            try_first(lambda: tokenizers.Tokenizer.from_str(text).encode(SAMPLE), "it")
         with _without_panics():
             engine = tokenizers.Tokenizer.from_str(text)
             vocab = engine.get_vocab(with_added_tokens=True)

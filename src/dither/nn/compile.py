@@ -251,6 +251,10 @@ class GraphedPasses:
             layer.draws.captured = 0
         # Weights that autocast has cast before would be read from where a replay does not write them.
         torch.clear_autocast_cache()
+        generator = torch.cuda.default_generators[inputs[0].device.index]
+        state = (
+            generator.clone_state()
+        )  # a failed capture leaves the generator's own in capture mode, in which it draws no more
         try:
             pool = None if first or True not in self.graphs else self.graphs[True].pool()
             # Other threads may copy weights to the host for a checkpoint meanwhile.
@@ -259,6 +263,7 @@ class GraphedPasses:
             self.rows[first] = self._drawn_rows()
         except (RuntimeError, UserError) as error:
             torch.cuda.synchronize()
+            generator.graphsafe_set_state(state)
             for parameter, gradient in zip(self.parameters, before, strict=True):
                 parameter.grad = gradient
             self._forget(self.key)

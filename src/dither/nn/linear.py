@@ -31,7 +31,7 @@ from dither.nn.sampling import BITWIDTHS, SAMPLED, SamplingConstants, Samplings
 from dither.nn.sharded import tensor_parallel
 from dither.nn.sharded.gather import WeightGather, coded_of
 from dither.nn.sharded.scales import spans_parts
-from dither.ops import backend, torch_ops
+from dither.ops import INPUT_DTYPES, backend, torch_ops
 from dither.ops.ranks import local, sharded_like
 from dither.ops.storage import DTYPES
 from dither.spec import COMPUTE, OPERANDS, LayerPrecision, MemoryOptions
@@ -494,8 +494,14 @@ class Linear(nn.Linear):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._start_draws()
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str], *others: Any
+    ) -> None:
+        """Load a state. That of the layer before its conversion has no histories and bitwidths: those stay as they are."""
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *others)
+        own = {f"{prefix}{name}" for name in {*self._parameters, *self._buffers} - {"weight", "bias"}}
+        if f"{prefix}weight" in state_dict and not own & state_dict.keys():
+            missing[:] = [name for name in missing if name not in own]
         self.delayed.refresh(self)
 
     # A forward pass ----------------------------------------------------------------------------------------------------
@@ -646,6 +652,8 @@ class Linear(nn.Linear):
         """Return the input with noise, in the dtype of autocast."""
         assert self.input_bitwidth is not None
         bitwidth, dtype = self.in_float32("input_bitwidth", self.input_bitwidth), autocast_dtype(x) or x.dtype
+        if dtype not in INPUT_DTYPES:
+            raise UserError(f"The layer {self.name!r} samples inputs of float32, bfloat16 or float16, not {dtype}.")
         if isinstance(x, DTensor) or isinstance(bitwidth, DTensor):
             raise UserError(f"The input of the layer {self.name!r} is sharded, and only weights are sampled there.")
         if self.cache.bitwidths_ready:

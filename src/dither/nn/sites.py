@@ -122,10 +122,13 @@ def _obstacle(module: nn.Module, parent: nn.Module, base: type[nn.Module]) -> st
         return "nn.TransformerEncoderLayer uses its weight without calling it in evaluation"
     if kind.forward is not base.forward or "forward" in vars(module):
         return f"{kind.__name__} has its own forward"
-    if "weight" not in dict(module.named_parameters(recurse=False)):
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    if weight is None:
         return "its weight is computed from other parameters"
-    if module.weight.dtype not in INPUT_DTYPES:
-        return f"its weight is {module.weight.dtype}, and casts take float32, bfloat16 or float16"
+    if not weight.numel():
+        return "its weight has no elements"
+    if weight.dtype not in INPUT_DTYPES:
+        return f"its weight is {weight.dtype}, and casts take float32, bfloat16 or float16"
     return ""
 
 

@@ -7,6 +7,7 @@ parameters by position too, so a resumed run draws the same bits.
 
 import functools
 import math
+import numbers as number_types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -290,7 +291,7 @@ def check_numbers(numbers: Sequence[Any]) -> None:
 
 
 def _number(value: object) -> bool:
-    return isinstance(value, int | float | Tensor) and not isinstance(value, bool)
+    return isinstance(value, number_types.Real | Tensor) and not isinstance(value, bool)
 
 
 # Names ----------------------------------------------------------------------------------------------------------------

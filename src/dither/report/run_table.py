@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from dither.console import Stage, silent
+from dither.console import Stage, printable, silent
 from dither.errors import UserError
 from dither.report.charts import ABSENT, fixed, short, size
 from dither.report.run_folder import RunFolder, number, read, text_of
@@ -184,15 +184,6 @@ class RunRow(Summary):
         others = {key: value for key, value in vars(self).items() if key not in ("name", "state", "changed")}
         paths = {"folder": str(self.folder), "report": None if self.report is None else str(self.report)}
         return {"run": self.name, "status": self.state, **others, **paths, "when": when}
-
-
-def printable(text: str) -> str:
-    r"""Return a text without control characters, which could change the terminal.
-
-    >>> printable("a\x1b[31mb")
-    'a\\x1b[31mb'
-    """
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def find_runs(folder: str | Path) -> tuple[list[Path], list[str]]:

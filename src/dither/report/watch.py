@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, quote, unquote_to_bytes, urlsplit
 
 from dither import files
+from dither.console import printable
 from dither.errors import UserError
 from dither.report.charts import duration, fixed, short
 from dither.report.page import Report, asset
 from dither.report.run_folder import event_of, number, observed_status, of_kinds, parsed, read, text_of, why_not
-from dither.report.run_table import HEADER, find_runs, printable, run_table
+from dither.report.run_table import HEADER, find_runs, run_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -544,6 +544,7 @@ class Config:
                 f"snip.start={self.snip.start} and snip.delay={self.snip.delay} put the first plan after the last of "
                 f"run.steps={self.run.steps}: reduce one of them."
             )
+        self._check_effects()
         begins = self.precision.beginnings(self.run.steps)
         if self.snip.target is not None:
             _check_snip(self.precision, begins, self.run.steps, self.snip.start, self.snip.delay)
@@ -564,6 +565,22 @@ class Config:
                 "optim.optimizer='adam-mini' keeps its moments in fp32 or bf16, not in "
                 f"precision.states={self.precision.states!r}."
             )
+
+    def _check_effects(self) -> None:
+        """Raise if a field differs from its default and has no effect, since another one is missing."""
+        needs = {
+            "lora": ("lora.rank", self.lora.rank is not None),
+            "snip": ("snip.target", self.snip.target is not None),
+            "loss_scaling": ("precision.mode='fp16'", self.precision.dtypes.plan.loss_scaling),
+            "optim.decay": ("optim.schedule='wsd'", self.optim.schedule == "wsd"),
+            "monitor": ("monitor.every", self.monitor.every > 0),
+        }
+        for path, (needed, there) in needs.items():
+            section = getattr(self, path.partition(".")[0])
+            for name, value in vars(section).items():
+                key = f"{path.partition('.')[0]}.{name}"
+                if not there and key.startswith(path) and value != getattr(type(section)(), name):
+                    raise UserError(f"{key}={value!r} has no effect without {needed}: set that, or remove it.")
 
     def _check_lora(self) -> None:
         """Raise if the config has something that adapters on a frozen base cannot have."""
