@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -26,6 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Ignore hints about speed. In pyproject.toml this would import dither, and with it triton, before the choice above."""
     config.addinivalue_line("filterwarnings", "ignore::dither.errors.PerformanceWarning")
     warnings.warn = warn
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and runs under nohup leave it ignored
 
 
 def warn(message: Warning | str, category: type[Warning] | None = None, stacklevel: int = 1, *more: Any, **named: Any) -> None:

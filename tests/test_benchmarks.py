@@ -11,8 +11,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def precision_of_products():
+    """Undo what a benchmark sets for its process."""
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 import dither
-from dither import Cast, Stream, UserError
+from dither import Cast, PerformanceWarning, Stream, UserError
 from dither.models.causal import output_loss
 from dither.nn import FrozenLinear, functional
 from dither.nn.functional import State
@@ -490,7 +490,7 @@ def test_a_step_says_what_is_wrong_with_it() -> None:
 
 
 def test_a_step_of_a_model_that_was_not_converted_says_so() -> None:
-    with pytest.warns(UserWarning, match="convert it first"), step_context(nn.Linear(4, 4), step=0):
+    with pytest.warns(PerformanceWarning, match="convert it first"), step_context(nn.Linear(4, 4), step=0):
         pass
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from dither.errors import UserError
+from dither.errors import PerformanceWarning, UserError
 from dither.nn import delayed, functional, sampling
 from dither.nn.cache import store_in_place
 from dither.nn.draws import FIRST_COUNTED, batch_rank, fully_sharded
@@ -290,7 +290,8 @@ def step_context(
     if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < FIRST_COUNTED:
         raise UserError(f"A training step is an integer from 0 to 2^31 - 1, not {step!r}.")
     if not any(isinstance(module, Linear) for module in model.modules()):
-        warnings.warn("step_context has no effect on a model without layers of Dither: convert it first.", stacklevel=3)
+        words = "step_context has no effect on a model without layers of Dither: convert it first."
+        warnings.warn(words, PerformanceWarning, stacklevel=3)
     now = StepContext(model, step, row, group)
     hook = register_optimizer_step_post_hook(now.after_optimizer)
     try:
