@@ -649,7 +649,9 @@ def test_folders_of_tokens_are_named_after_their_text():
 
 
 def test_a_list_takes_a_single_value():
-    found = resolve(None, settings=["run.track=tensorboard", "data.sources=a.txt", "snip.stages=6", "run.profile=[1, 2]"])
+    found = resolve(
+        None, settings=["run.track=tensorboard", "data.sources=a.txt", "snip.target=0.5", "snip.stages=6", "run.profile=[1, 2]"]
+    )
     assert (found.run.track, found.data.sources, found.snip.stages) == (("tensorboard",), ("a.txt",), (6,))
     with pytest.raises(UserError, match=r"There is no run\.track='tensorbord' \(did you mean"):
         resolve(None, settings=["run.track=tensorbord"])

@@ -15,6 +15,7 @@ import shutil
 import signal
 import stat
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -183,15 +184,20 @@ def try_first(work: Callable[[], object], what: str, seconds: int = 5, memory: i
     """Do work in a copy of this process that has limits, and raise Refused if it exceeds them, before doing it here.
 
     For libraries that parse what strangers wrote: a small file may take hours or all memory. Errors within the limits are none
-    here, since the work then fails again.
+    here, since the work then fails again. Only Linux says how much memory a process has mapped: elsewhere there is no trial.
 
     >>> try_first(lambda: "a" * (2 << 30), "the template")
     Traceback (most recent call last):
     dither.files.Refused: the template takes more than 5 s or 1 GiB
     """
+    if not os.path.exists("/proc/self/statm"):
+        return
     with open("/proc/self/statm") as file:  # a limit of the address space counts what is mapped already
         mapped = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    if not (child := os.fork()):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of other threads; the alarm below ends a wait
+        child = os.fork()
+    if not child:
         with suppress(BaseException):
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(12 * seconds)  # a copy lacks the other threads, and may wait for a lock of one of them

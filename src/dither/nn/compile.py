@@ -233,10 +233,8 @@ class GraphedPasses:
 
     def _capture(self, inputs: tuple[Tensor, ...], *, first: bool) -> bool:
         """Capture a pass, without running it. Return False if that is impossible."""
-        if (
-            self.say is not None
-            and 2 * torch.cuda.max_memory_allocated() > torch.cuda.get_device_properties(inputs[0].device).total_memory
-        ):
+        memory = torch.cuda.get_device_properties(inputs[0].device).total_memory
+        if self.say is not None and 2 * torch.cuda.max_memory_allocated() > memory:
             # A graph keeps the memory of its pass, and evaluations need memory of their own.
             self.possible = False
             self.say("Passes run without CUDA graphs, since a step needs more than half of the GPU's memory.")
@@ -251,10 +249,9 @@ class GraphedPasses:
             layer.draws.captured = 0
         # Weights that autocast has cast before would be read from where a replay does not write them.
         torch.clear_autocast_cache()
+        # A failed capture leaves the generator's own state in capture mode, in which it draws no more.
         generator = torch.cuda.default_generators[inputs[0].device.index]
-        state = (
-            generator.clone_state()
-        )  # a failed capture leaves the generator's own in capture mode, in which it draws no more
+        state = generator.clone_state()
         try:
             pool = None if first or True not in self.graphs else self.graphs[True].pool()
             # Other threads may copy weights to the host for a checkpoint meanwhile.

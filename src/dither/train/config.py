@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal
@@ -576,10 +576,11 @@ class Config:
             "monitor": ("monitor.every", self.monitor.every > 0),
         }
         for path, (needed, there) in needs.items():
-            section = getattr(self, path.partition(".")[0])
-            for name, value in vars(section).items():
-                key = f"{path.partition('.')[0]}.{name}"
-                if not there and key.startswith(path) and value != getattr(type(section)(), name):
+            name = path.partition(".")[0]
+            section = getattr(self, name)
+            for each in () if there else fields(section):
+                key, value = f"{name}.{each.name}", getattr(section, each.name)
+                if key.startswith(path) and value != each.default:
                     raise UserError(f"{key}={value!r} has no effect without {needed}: set that, or remove it.")
 
     def _check_lora(self) -> None:
