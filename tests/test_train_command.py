@@ -168,7 +168,6 @@ def test_sizes_change_a_preset(text: Path, tmp_path: Path, capsys: pytest.Captur
 
 
 def test_a_preset_with_experts_is_a_mixtral(text: Path, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     out = tmp_path / "run"
     sizes = ("model.layers=1", "model.width=64", "model.experts=2", "precision.recipe=fp8-block")
     assert cli.main(["train", "--data", str(text), "--out", str(out), *SMALL, *sizes]) == 0

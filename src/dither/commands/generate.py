@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """How the model is read, and how tokens are drawn."""
+    """Options of reading the model and drawing tokens."""
 
     tokens: int = 200
     """Most tokens to add, or per answer."""

@@ -134,17 +134,14 @@ class _RunShape:
 
 def _run_of(model: str | None) -> _RunShape | None:
     """Return the sizes and the precision of the run in a folder, or None if it is not one."""
-    from dither.tools.memory import Setting, StepPasses, model_shape, shape_of
+    from dither.tools.memory import Setting, StepPasses, shape_of_section
 
     if model is None or not (Path(model) / CONFIG).is_file():
         return None
     folder = Path(model)
     config = configs.load(folder / CONFIG)
-    if config.model.hf is not None:
-        shape = model_shape(config.model.hf)
-    else:
-        vocab = config.model.vocab or _words(config, folder)
-        shape = shape_of(config.model.sizes(vocab) if config.model.ours else config.model.mixtral(vocab))
+    vocab = config.model.vocab or (_words(config, folder) if config.model.hf is None else None)
+    shape = shape_of_section(config.model, vocab)
     precision, data = config.precision.resolved(bf16=True), config.data
     # The plan of fp8-auto casts some layers: the estimate is for all of them.
     default = precision.plan_of(precision.entries[0][1], {name: recipe_named("fp8-current") for name in MEASURED}).default

@@ -109,14 +109,11 @@ def train(
 def _fastest(config: Config) -> dict[str, Any]:
     """Return the fastest settings for the model and the GPU, without those that the config sets itself, and print them."""
     from dither.tools.gpus import cpu_here, gpus_here
-    from dither.tools.memory import GIB, StepPasses, model_shape, shape_of
+    from dither.tools.memory import GIB, StepPasses, shape_of_section
     from dither.tools.recommend import fastest
 
     model, data = config.model, config.data
-    if model.hf is not None:
-        shape = model_shape(model.hf)
-    else:
-        shape = shape_of(model.sizes(model.vocab) if model.ours else model.mixtral(model.vocab))
+    shape = shape_of_section(model, model.vocab)
     gpu = next(iter(gpus_here() if config.run.device != "cpu" else ()), cpu_here())
     batch = data.micro_batch or data.batch
     found = fastest(shape, gpu, StepPasses(batch=batch, sequence=data.sequence, number=data.batch // batch))

@@ -44,7 +44,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class _Architecture:
-    """How llama.cpp reads a kind of model."""
+    """The names and sizes by which llama.cpp reads a kind of model."""
 
     name: str
     """Its name in GGUF."""

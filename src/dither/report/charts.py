@@ -101,7 +101,7 @@ class Line:
     colour: int = 0
     """Number of the colour; curves of one run have the same in all charts."""
     style: Literal["plain", "faint", "strong", "dashed", "dots"] = "plain"
-    """How it is drawn; dots are points without a line, such as events."""
+    """The way of drawing; dots are points without a line, such as events."""
     low: tuple[float, ...] = ()
     """Lower ends of a band around the curve; () if there is none."""
     high: tuple[float, ...] = ()

@@ -51,9 +51,9 @@ class Entry:
     tokens: float | None = None
     """Number of training tokens."""
     data: str = ""
-    """What it was trained on: the SHA-256 of the text, or the settings that choose it."""
+    """The training text: its SHA-256, or the settings that choose it."""
     evaluation: str = ""
-    """What its loss was measured on."""
+    """The data on which its loss was measured."""
 
     @classmethod
     def of(cls, run: RunFolder, *, arm: str, seed: int, value: Value | None = None) -> "Entry":
@@ -225,7 +225,7 @@ class Comparison:
 
     @property
     def unequal(self) -> tuple[str, ...]:
-        """What differs between runs so that their losses do not compare."""
+        """Return what differs between runs so that their losses do not compare."""
         known, found = [entry for entry in self.entries if entry.loss is not None], []
         for name, key in (("training tokens", "tokens"), ("data", "data"), ("evaluation", "evaluation")):
             if len(values := {getattr(entry, key) for entry in known} - {None, ""}) > 1:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from dither.errors import UserError
 from dither.files import Refused, from_json, read
 from dither.models import PRESETS, parameter_count
-from dither.models.sizes import ModelConfig
+from dither.models.sizes import Model, ModelConfig
 from dither.parallel.layout import Layout
 from dither.spec import SWIGLU_CAST, Cast, LayerPrecision, MemoryOptions, did_you_mean
 from dither.spec.engines import container
@@ -476,6 +476,13 @@ def llama3_of(parameters: float) -> Shape:
     one = replace(low, width=width, heads=width // 128, feed_forward=round(3.5 * width), layers=1)
     block = replace(one, layers=2).parameters - one.parameters
     return replace(one, layers=max(1, round((parameters - one.parameters) / block) + 1))
+
+
+def shape_of_section(model: Model, vocab: int | None) -> Shape:
+    """Return the sizes of a config's section [model], with a vocabulary of that size in place of the preset's."""
+    if model.hf is not None:
+        return model_shape(model.hf)
+    return shape_of(model.sizes(vocab) if model.ours else model.mixtral(vocab))
 
 
 def model_shape(model: str | None, parameters: float | None = None) -> Shape:
