@@ -186,7 +186,7 @@ def limited(work: Callable[[], Any], what: str, seconds: int = 4, memory: int = 
     """Return the result of work, plain JSON, done in a copy of this process with limits; raise Refused if it exceeds them.
 
     For libraries that parse what strangers wrote: a small file may take hours or all memory. A UserError is raised here too;
-    after any other error the result is None. Only Linux tells how much memory a process has mapped: elsewhere nothing is limited.
+    after any other error the result is None. Only Linux tells how much memory is mapped: elsewhere nothing is limited.
 
     >>> limited(lambda: ["text"], "the template")
     ['text']
