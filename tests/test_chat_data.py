@@ -290,8 +290,6 @@ def test_a_template_that_explodes_in_long_conversations_is_refused(tmp_path, tem
     chat = load_template(load_tokenizer(place), place)
     encoded(TALK, chat)
     began = time.thread_time()
-    with pytest.raises(
-        UserError, match=r"is refused: it takes more than 4 s or 1 GiB for line 1|writes \d+,\d+ characters for"
-    ):
+    with pytest.raises(UserError, match=r"refused: it takes more than 4 s or 1 GiB for line 1|writes \d+,\d+ characters for"):
         encoded(long, chat)
     assert time.thread_time() - began < 5

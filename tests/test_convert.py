@@ -741,7 +741,7 @@ def test_transforms_of_torch_func_are_one_sentence(precision):
     for transform in (torch.func.vmap, torch.func.jacrev):
         with (
             dither.step_context(model, step=0),
-            pytest.raises(UserError, match=r"The layer '0' casts or samples.* torch\.func"),
+            pytest.raises(UserError, match=r"The layer '0' casts or samples.*torch\.func"),
         ):
             transform(model)(x)
     model.eval()

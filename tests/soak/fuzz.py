@@ -246,13 +246,7 @@ def _tokens(manifest: Path) -> Reader:
 
 
 LOOPS = (b"{% for a in range(99999) %}", b"{% endfor %}", b"{% set n.a = n.a * 99 %}", b"{{ n.a }}", b"{{ 'a' * 99999999 }}")
-LOOPS += (
-    b"{{ 9 ** 9 ** 9 }}",
-    b"{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-    b"{{ messages | join(n.a) }}",
-    b"((((",
-    b"[[[[",
-)
+LOOPS += (b"{{ 9 ** 9 ** 9 }}", b"{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", b"{{ messages | join(n.a) }}", b"((((")
 """Pieces of templates that take long or much memory."""
 
 
@@ -261,20 +255,18 @@ def _chats(folder: Path, tokenizer: str) -> dict[str, Reader]:
     place = folder / "chat"
     place.mkdir()
     (place / "tokenizer.json").write_text(tokenizer)
-    chat = read_conversation(
-        {"messages": [{"role": role, "content": "the fox"} for role in ("user", "assistant") * 6]}, "line 1"
-    )
+    messages = [{"role": role, "content": "the fox"} for role in ("user", "assistant") * 6]
+    chat = read_conversation({"messages": messages}, "line 1")
     template = b"{% set n = namespace(a='a') %}{% for m in messages %}<|{{ m['role'] }}|>{{ m.content | trim }}\n{% endfor %}"
     template += b"{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    settings = json.dumps(
-        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "chat_template": "{{ 1 }}"}
-    )
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "chat_template": "{{ 1 }}"}
+    settings = json.dumps(named)
 
     def read() -> None:
         found = load_template(load_tokenizer(place), place)
         found.encode_all([chat], lambda where, why: None)
         talk = Chat(torch.nn.Identity(), Sampler(), 0, found._renderer)
-        talk.messages = [dict(message) for message in chat.messages]
+        talk.messages = messages
         talk._prompt()
 
     def of_template(data: bytes) -> None:

@@ -37,7 +37,7 @@ SIMPLE = {"system": "### System:\n{}\n\n", "user": "### User:\n{}\n\n", "assista
 REPLY = "assistant"
 
 LONGEST, CHATS = 1 << 16, 1000
-"""Characters that a template may write besides 16 per character of the messages, and conversations that are rendered at a time."""
+"""Characters that a template may write besides 16 per character of the messages, and conversations rendered at a time."""
 
 Message = Mapping[str, Any]
 
