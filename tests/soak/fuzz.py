@@ -265,9 +265,10 @@ def _chats(folder: Path, tokenizer: str) -> dict[str, Reader]:
     def read() -> None:
         found = load_template(load_tokenizer(place), place)
         found.encode_all([chat], lambda where, why: None)
-        talk = Chat(torch.nn.Identity(), Sampler(), 0, found._renderer)
-        talk.messages = messages
-        talk._prompt()
+        if found._renderer is not None:
+            talk = Chat(torch.nn.Identity(), Sampler(), 0, found._renderer)
+            talk.messages = messages
+            talk._prompt()
 
     def of_template(data: bytes) -> None:
         (place / "tokenizer_config.json").write_text(settings)

@@ -11,6 +11,7 @@ not count. Messages are written by the chat template of the tokenizer, or by `SI
 completion that are texts follow each other as they are.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -193,7 +194,7 @@ class ChatTemplate:
             some = chats[first : first + CHATS]
             messages = sum(len(chat.messages) for chat in some)
             try:
-                rows = limited(lambda some=some: [self.parts(chat) for chat in some], "it", seconds=4 + messages // 1000)
+                rows = limited(functools.partial(list, map(self.parts, some)), "it", seconds=4 + messages // 1000)
             except Refused as error:
                 first_of_them = f"for {some[0].where}" + " or one that follows" * (len(some) > 1)
                 raise UserError(f"The chat template in {str(self.folder)!r} is refused: {error} {first_of_them}.") from None
