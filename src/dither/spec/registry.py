@@ -23,13 +23,19 @@ that is not in a table is looked up among the entry points of installed packages
 
 import contextlib
 import functools
+import hashlib
 import importlib.metadata
+import importlib.util
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from dither.errors import UserError
+from dither.files import Refused, read_text
 
 
 class Definition(Protocol):
@@ -57,6 +63,10 @@ GROUPS = {
 }
 """Groups of entry points by kind. An entry point has the name of the definition, and points to it or to what registers it."""
 
+BUILT_IN = "Dither"
+
+_ORIGIN: ContextVar[str] = ContextVar("origin", default=BUILT_IN)
+
 NAME = re.compile(r"[a-z][a-z0-9_.+-]{0,63}")
 
 
@@ -67,6 +77,8 @@ class Table(Mapping[str, D]):
         self.kind = kind
         self.here: dict[str, D] = {}
         """What is registered, without entry points that nobody has asked for."""
+        self.origin: dict[str, str] = {}
+        """Where a definition comes from: BUILT_IN, a package, a file, or the program itself."""
 
     def __getitem__(self, name: str) -> D:
         if name not in self.here:
@@ -81,10 +93,18 @@ class Table(Mapping[str, D]):
 
     def add(self, definition: D) -> None:
         """Add a definition; the same one again changes nothing."""
-        known = self.here.get(definition.name)
+        name = definition.name
+        known = self.here.get(name)
         if known is not None and known != definition:
-            raise UserError(f"There is a {self.kind} {definition.name!r} already, and it differs: choose another name.")
-        self.here[definition.name] = definition
+            raise UserError(
+                f"There are two {self.kind}s {name!r}, of {self.origin[name]} and of {_ORIGIN.get()}: rename one of them."
+            )
+        self.here.setdefault(name, definition)
+        self.origin.setdefault(name, _ORIGIN.get())
+
+    def added(self, name: str) -> bool:
+        """Return True if a definition is registered and not built in."""
+        return self.origin.get(name, BUILT_IN) != BUILT_IN
 
 
 # Rules: what is code --------------------------------------------------------------------------------------------------
@@ -121,6 +141,22 @@ class ScaleRule:
             raise UserError(f"The scale rule {self.name!r} needs a reference: a function of (amax, format) in plain torch.")
         if self.storage not in ("fp32", "pow2"):
             raise UserError(f"The scales of {self.name!r} are stored as 'fp32' or 'pow2', not as {self.storage!r}.")
+        import torch
+
+        amax = torch.tensor([2.0**-40, 0.001, 0.37, 1.0, 6.0, 448.0, 1e5, 2.0**40])
+        groups = amax[:, None] * torch.tensor([-1.0, 0.5, 0.0, 0.25]) if self.values else amax
+        for format in FORMATS["e2m1"], FORMATS["e4m3"]:
+            scale = self.reference(groups, format, *[1.0] * self.arguments)
+            if not isinstance(scale, torch.Tensor) or scale.shape != amax.shape:
+                raise UserError(f"The scale rule {self.name!r} returns one scale for each group, not {scale!r:.200}.")
+            for largest, value in zip(amax.tolist(), scale.tolist(), strict=True):
+                if not 0 < value < math.inf:
+                    raise UserError(
+                        f"The scale rule {self.name!r} returns {value} for a group with the largest magnitude {largest:g} in "
+                        f"{format.name}: scales are positive and finite."
+                    )
+                if self.storage == "pow2" and math.frexp(value)[0] != 0.5:
+                    raise UserError(f"The scale rule {self.name!r} returns {value}: storage='pow2' holds powers of two alone.")
 
 
 @dataclass(frozen=True)
@@ -146,8 +182,14 @@ class RoundingRule:
     def check(self) -> None:
         """Raise a UserError unless there is a function."""
         if self.reference is None:
+            raise UserError(f"The rounding {self.name!r} needs a reference: a function of (fraction, odd, random) in torch.")
+        import torch
+
+        fraction = torch.tensor([0.0, 0.25, 0.5, 0.75], dtype=torch.float64)
+        up = self.reference(fraction, torch.tensor([True, False, True, False]), fraction.flip(0) if self.random else None)
+        if not isinstance(up, torch.Tensor) or up.shape != fraction.shape or up.dtype != torch.bool:
             raise UserError(
-                f"The rounding {self.name!r} needs a reference: a function of (fraction, odd, random) in plain torch."
+                f"The rounding {self.name!r} returns a bool per number, where to round away from zero, not {up!r:.200}."
             )
 
 
@@ -210,7 +252,7 @@ def register(*definitions: Any) -> Any:
     >>> register(Format.from_values("steps-of-three", [-3, 0, 3])).bits
     2
     """
-    with registering():
+    with registering("this program" if _ORIGIN.get() == BUILT_IN else _ORIGIN.get()):
         for definition in definitions:
             table = TABLES.get(getattr(definition, "kind", ""))
             if table is None or isinstance(definition, type):
@@ -227,18 +269,20 @@ def register(*definitions: Any) -> Any:
 
 
 @contextlib.contextmanager
-def registering() -> Iterator[None]:
-    """Undo what was registered inside if it raises."""
-    before = {kind: dict(table.here) for kind, table in TABLES.items()}
+def registering(origin: str) -> Iterator[None]:
+    """Register what comes from `origin` inside, and undo it if anything raises."""
+    before = [(table.here.copy(), table.origin.copy()) for table in TABLES.values()]
+    token = _ORIGIN.set(origin)
     try:
         yield
     except BaseException:
-        for kind, table in TABLES.items():
-            table.here.clear()
-            table.here.update(before[kind])
+        for table, (here, origins) in zip(TABLES.values(), before, strict=True):
+            table.here, table.origin = here, origins
         for cache in _CACHES:
             cache.cache_clear()
         raise
+    finally:
+        _ORIGIN.reset(token)
 
 
 _CACHES: list[Any] = []
@@ -284,17 +328,58 @@ def _load_entry_point(kind: str, name: str) -> None:
             f"The {kind} {name!r} is defined by {len(found)} entry points, of {', '.join(packages)}: uninstall all but one."
         )
     (point,) = found.values()
-    with registering():
-        try:
-            loaded = point.load()
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(
-                f"The package {packages[0]!r}, which defines {name!r}, cannot be imported: {error!r:.300}."
-            ) from error
+    with registering(f"the package {packages[0]!r}"), _one_sentence(f"package {packages[0]!r}"):
+        loaded = point.load()
         if hasattr(loaded, "kind") and not isinstance(loaded, type):
             register(loaded)
+
+
+@contextlib.contextmanager
+def _one_sentence(plugin: str) -> Iterator[None]:
+    """Turn what the import of a plugin raises into a UserError."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"In the {plugin}: {error}") from error
+    except Exception as error:
+        raise UserError(f"The {plugin} cannot be imported: {type(error).__name__}: {str(error).rstrip('.'):.300}.") from error
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """A Python file that registers definitions."""
+
+    name: str
+    """The name of the file."""
+    text: str
+    sha256: str
+
+
+PLUGINS: dict[str, Plugin] = {}
+"""The files that were loaded, by SHA-256."""
+
+
+def load_plugin(path: str | Path) -> Plugin:
+    """Run a Python file that registers formats, rules, casts or recipes. The same text is run only once.
+
+    Args:
+        path: The file. If it raises, nothing of it is registered.
+    """
+    try:
+        text = read_text(path)
+    except Refused as error:
+        raise UserError(f"The plugin {str(path)!r} cannot be read: {error}.") from None
+    plugin = Plugin(Path(path).name, text, hashlib.sha256(text.encode()).hexdigest())
+    if plugin.sha256 in PLUGINS:
+        return PLUGINS[plugin.sha256]
+    before = [dict(table.here) for table in TABLES.values()]
+    with registering(f"the plugin {plugin.name!r}"), _one_sentence(f"plugin {plugin.name!r}"):
+        if not (spec := importlib.util.spec_from_file_location(f"dither_plugin_{plugin.sha256[:16]}", path)) or not spec.loader:
+            raise UserError(f"{plugin.name!r} is not a Python file.")
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        if before == [table.here for table in TABLES.values()]:
+            raise UserError("it registers nothing: call dither.register in it.")
+    return PLUGINS.setdefault(plugin.sha256, plugin)
 
 
 def arguments(text: str) -> tuple[str, tuple[str, ...]]:
