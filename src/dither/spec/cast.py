@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from dither.errors import UserError
 from dither.spec import registry
 from dither.spec.checks import did_you_mean
-from dither.spec.formats import Format
+from dither.spec.formats import Format, spelled
 
 
 @dataclass(frozen=True)
@@ -236,11 +236,12 @@ def _parse_granularity(text: str) -> Granularity:
 
 @registry.cached
 def _parse_scale(text: str) -> Scale:
+    registry.look_up(text)
     name, arguments = registry.arguments(text)
     delayed = r"delayed\(([1-9]\d{0,18})(?:,(-?\d{1,18})(?:,(max|most_recent))?)?\)"
     if match := re.fullmatch(delayed, text):
         return Scale("delayed", int(match[1]), int(match[2] or 0), match[3] or "max")  # type: ignore[arg-type]
-    if name in registry.SCALES and name != "delayed":
+    if name in registry.SCALES.here and name != "delayed":
         wanted = registry.SCALES[name].arguments
         try:
             numbers = tuple(map(float, arguments))
@@ -258,8 +259,9 @@ def _parse_scale(text: str) -> Scale:
 
 @registry.cached
 def _parse_rounding(text: str) -> Rounding:
+    registry.look_up(text)
     name, arguments = registry.arguments(text)
-    if name in registry.ROUNDINGS:
+    if name in registry.ROUNDINGS.here:
         rule = registry.ROUNDINGS[name]
         if not rule.random and not arguments and text == name:
             return Rounding(name)
@@ -272,8 +274,11 @@ def _parse_rounding(text: str) -> Rounding:
     )
 
 
+GRANULARITIES = ("none", "tensor", "row", "block", "tile")
+
+
 def _is_rounding(word: str) -> bool:
-    return registry.arguments(word)[0] in registry.ROUNDINGS or re.match(r"nearest|toward_zero|stochastic", word) is not None
+    return registry.arguments(word)[0] in registry.ROUNDINGS.here or word.startswith(tuple(registry.ROUNDINGS.here))
 
 
 @registry.cached
@@ -281,8 +286,11 @@ def _parse_cast(text: str) -> Cast:
     if not text.split():
         raise UserError(f"A cast is written like 'e4m3 tile(128) fp32 nearest' or 'mxfp4', not {text!r}.")
     words = text.split()
+    for word in words:
+        if registry.arguments(word)[0] not in GRANULARITIES and (word != words[0] or spelled(word) is None):
+            registry.look_up(word)
     rounding = words.pop() if len(words) > 1 and _is_rounding(words[-1]) else ""
-    if len(words) == 1 and words[0] in NAMED_CASTS:
+    if len(words) == 1 and words[0] in NAMED_CASTS.here:
         named = NAMED_CASTS[words[0]]
         clips = named.scale == "pow2" and rounding.startswith("stochastic")
         return Cast(named.format, named.granularity, "pow2_ceil" if clips else named.scale, rounding or named.rounding)

@@ -142,7 +142,7 @@ class Format:
     def check(self) -> None:
         """Raise a UserError if text already gives this name another meaning."""
         text = ALIASES.get(self.name, self.name)
-        known = registry.FORMATS.here.get(text) or _spelled(text)
+        known = registry.FORMATS.here.get(text) or spelled(text)
         if known is not None and known != self:
             raise UserError(f"The name {self.name!r} already means a format with other values: choose another name.")
         rebuilt = Format.from_values(self.name, self.codebook) if self.codebook else None
@@ -373,7 +373,7 @@ ALIASES = {"e8m23": "fp32", "e5m10": "fp16", "e8m7": "bf16", "float32": "fp32", 
 ALIASES |= {"e4m3fn": "e4m3"}
 
 
-def _spelled(name: str) -> Format | None:
+def spelled(name: str) -> Format | None:
     """Return the format that a name spells out, or None."""
     if match := re.fullmatch(r"int([2-8])", name):
         return _integer(name, int(match[1]))
@@ -392,7 +392,7 @@ def _spelled(name: str) -> Format | None:
 @registry.cached
 def _parse(name: str) -> Format:
     name = ALIASES.get(name, name)
-    found = registry.FORMATS.here.get(name) or _spelled(name)
+    found = registry.FORMATS.here.get(name) or spelled(name)
     if found is None and name in registry.FORMATS:  # in an installed package
         found = registry.FORMATS[name]
     if found is not None:

@@ -6,6 +6,7 @@ all     e4m3 tile(128) fp32 nearest  e4m3 block(128) fp32 nearest  e4m3 tile(128
 compute bf16; parameters as they are; recipe: fp8-block
 """
 
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -224,3 +225,6 @@ for _name, _recipe in _RECIPES.items():
 
 RECIPES: registry.Table[Recipe] = registry.RECIPES
 """All recipes by name."""
+
+NAMES: Mapping[str, object] = ChainMap(RECIPES, ALIASES, MEASURED)  # type: ignore[arg-type]
+"""Every name of a recipe, also of those that are registered later."""

@@ -28,6 +28,7 @@ import importlib.metadata
 import importlib.util
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -309,7 +310,8 @@ def _check_words(kind: str, name: str) -> None:
 
 
 @functools.cache
-def _entry_points(group: str) -> tuple[importlib.metadata.EntryPoint, ...]:
+def _entry_points(group: str, path: tuple[str, ...]) -> tuple[importlib.metadata.EntryPoint, ...]:
+    """Return the entry points of a group in the packages on `path`, which is sys.path."""
     return tuple(importlib.metadata.entry_points(group=group))
 
 
@@ -317,7 +319,7 @@ def _load_entry_point(kind: str, name: str) -> None:
     """Register what an installed package defines under this name, if there is one."""
     found = {
         (point.value, point.dist.name if point.dist else ""): point
-        for point in _entry_points(GROUPS[kind])
+        for point in _entry_points(GROUPS[kind], tuple(sys.path))
         if point.name == name
     }
     if not found:
@@ -349,10 +351,14 @@ def _one_sentence(plugin: str) -> Iterator[None]:
 class Plugin:
     """A Python file that registers definitions."""
 
-    name: str
-    """The name of the file."""
+    path: str
     text: str
     sha256: str
+
+    @property
+    def name(self) -> str:
+        """Return the name of the file."""
+        return Path(self.path).name
 
 
 PLUGINS: dict[str, Plugin] = {}
@@ -369,7 +375,7 @@ def load_plugin(path: str | Path) -> Plugin:
         text = read_text(path)
     except Refused as error:
         raise UserError(f"The plugin {str(path)!r} cannot be read: {error}.") from None
-    plugin = Plugin(Path(path).name, text, hashlib.sha256(text.encode()).hexdigest())
+    plugin = Plugin(str(path), text, hashlib.sha256(text.encode()).hexdigest())
     if plugin.sha256 in PLUGINS:
         return PLUGINS[plugin.sha256]
     before = [dict(table.here) for table in TABLES.values()]
@@ -380,6 +386,14 @@ def load_plugin(path: str | Path) -> Plugin:
         if before == [table.here for table in TABLES.values()]:
             raise UserError("it registers nothing: call dither.register in it.")
     return PLUGINS.setdefault(plugin.sha256, plugin)
+
+
+def look_up(word: str) -> None:
+    """Register what an installed package calls so, unless the word means something already. Its arguments are left out."""
+    name = arguments(word)[0]
+    if not any(name in table.here for kind, table in TABLES.items() if kind != "recipe"):
+        for kind in ("format", "cast"):
+            _load_entry_point(kind, name)
 
 
 def arguments(text: str) -> tuple[str, tuple[str, ...]]:
