@@ -278,7 +278,7 @@ GRANULARITIES = ("none", "tensor", "row", "block", "tile")
 
 
 def _is_rounding(word: str) -> bool:
-    return registry.arguments(word)[0] in registry.ROUNDINGS.here or word.startswith(tuple(registry.ROUNDINGS.here))
+    return word.partition("(")[0] in registry.ROUNDINGS.here
 
 
 @registry.cached

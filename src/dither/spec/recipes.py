@@ -226,5 +226,5 @@ for _name, _recipe in _RECIPES.items():
 RECIPES: registry.Table[Recipe] = registry.RECIPES
 """All recipes by name."""
 
-NAMES: Mapping[str, object] = ChainMap(RECIPES, ALIASES, MEASURED)  # type: ignore[arg-type]
+NAMES: Mapping[str, object] = ChainMap(MEASURED, ALIASES, RECIPES)  # type: ignore[arg-type]
 """Every name of a recipe, also of those that are registered later."""

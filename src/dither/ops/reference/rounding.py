@@ -102,7 +102,7 @@ def _round_to_table(x: Tensor, format: Format, rounding: Rounding, saturate: boo
     """
     table = _table(format, x.device)
     zero, last = _values(format).index(0.0), len(table) - 1
-    held = x.nan_to_num(nan=0.0).clamp(table[0], table[last])
+    held = x.nan_to_num(nan=0.0).clamp(table[0], table[last]).contiguous()
     below = torch.searchsorted(table, held, right=True) - 1
     near = torch.where(held < 0, torch.searchsorted(table, held), below)
     far = (near + torch.where(held < 0, -1, 1)).clamp(0, last)
