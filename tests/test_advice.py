@@ -537,6 +537,7 @@ def test_interpolated_llamas_have_about_the_parameters_asked_for(billions):
 
 # The command ----------------------------------------------------------------------------------------------------------
 
+
 def test_the_output_in_the_docs_is_that_of_the_command(capsys):
     """The page shows some of the lines, in their order."""
     begins = "$ dither advise --params 70e9 --gpus 64 --gpu h200 --tokens 1.4e12 --price 2.5"
