@@ -24,7 +24,7 @@ from dither.nn.linear import Linear
 from dither.nn.sites import find_sites, weight_of
 from dither.ops import quantize
 from dither.ops.reference.sampling import block_amax
-from dither.spec import Cast, Granularity, LayerPrecision, Plan, Sampling
+from dither.spec import NAMED_CASTS, Cast, Granularity, LayerPrecision, Plan, Sampling
 from dither.spec.bitwidths import DEPLOYABLE, VARIANCE, deployable
 from dither.spec.formats import Format
 
@@ -104,7 +104,7 @@ def parse_cast(text: str) -> Cast:
     ('e2m1 block(32) fp32 nearest', 'e4m3 row fp32 nearest')
     """
     words = text.replace(":", " ").split()
-    alone = len(words) == 1 and not words[0].startswith(("mx", "nv"))
+    alone = len(words) == 1 and words[0] not in NAMED_CASTS
     return weight_cast(words[0]) if alone else Cast.parse(" ".join(words))
 
 
@@ -287,7 +287,7 @@ def deploy_blocks(
             result = torch.where(by_weight == index, quantize(weight, cast).dequantize(), result)
             here = counts[chosen == index]
             shares[cast.format] = (here.sum() / counts.sum()).item()
-            scales = {"none": 0, "fp32": 32}.get(cast.scaling.kind, 8) * len(here)
+            scales = {"none": 0, "fp32": 32}.get(cast.scaling.rule.storage, 8) * len(here)
             bits += cast.element.bits * int(here.sum()) + scales
         cast_weights[f"{name}.weight"] = _deployed(name, weight, result, shares, bits / weight.numel())
     return _evaluated(model, cast_weights, evaluate)

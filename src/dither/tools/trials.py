@@ -25,6 +25,7 @@ from dither.report.figures import line_images
 from dither.report.run_folder import read_all
 from dither.report.watch import Follower
 from dither.settings import differences, value_at
+from dither.spec import registry
 from dither.tools.arms import Arm, Sweep, axis_value
 from dither.train import config as configs
 from dither.train.config import CONFIG, Config, Data, Optim, RunSettings
@@ -283,7 +284,8 @@ class _Pool:
         except OSError as error:
             raise UserError(f"The folder {str(log.parent)!r} cannot be created: {error}.") from None
         threads = max(1, torch.get_num_threads() // parallel)  # else the processes would compete for the cores
-        arguments = (trial.config, self.resume and trial.begun, self.command, str(log), threads)
+        plugins = tuple(plugin.path for plugin in registry.PLUGINS.values())
+        arguments = (trial.config, self.resume and trial.begun, self.command, str(log), threads, plugins)
         process = self.context.Process(target=_work, args=arguments, name=str(trial))
         process.start()
         self.running.append(_Running(label, trial, process, log, Follower(trial.folder)))
@@ -316,7 +318,7 @@ class _Pool:
             each.process.join()
 
 
-def _work(config: Config, resume: bool, command: tuple[str, ...], log: str, threads: int) -> None:
+def _work(config: Config, resume: bool, command: tuple[str, ...], log: str, threads: int, plugins: tuple[str, ...]) -> None:
     """Train one run in this process, which `_Pool` started. Its output goes to `log`."""
     os.setpgid(0, 0)  # Ctrl-C on the terminal reaches only the parent, which forwards it once
     with open(log, "a", encoding="utf-8") as file:
@@ -325,6 +327,8 @@ def _work(config: Config, resume: bool, command: tuple[str, ...], log: str, thre
     sys.stdout, sys.stderr = LastingStream("stdout"), LastingStream("stderr")
     threading.Thread(target=stop_without_parent, daemon=True).start()
     torch.set_num_threads(threads)
+    for path in plugins:
+        registry.load_plugin(path)
     sys.exit(_trained(config, resume, command))
 
 
