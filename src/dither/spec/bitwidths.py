@@ -81,7 +81,7 @@ def safe_bitwidth(
         return float(m + 1 - r)
     # A power of two 2^a plus noise n must be rounded to more than 2^a + s / 2. In float32 that takes n > s / 2 + 2^(a - 24):
     # less is rounded to the midpoint, and then back to 2^a, which is even. 2^-22 bounds the rounding of n itself.
-    twice = math.ldexp(1.0, m - FP32_MANTISSA) if m < FP32_MANTISSA else 0.0
+    twice = 2.0 ** (m - FP32_MANTISSA) if m < FP32_MANTISSA else 0.0
     supremum = m + 2 - r - math.log2((1 + twice) / (1 - 2**-22))
     return math.floor(supremum * 2**16) / 2**16
 

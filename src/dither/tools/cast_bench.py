@@ -181,7 +181,7 @@ def _product_error(x: Tensor, cast: Cast, options: dict[str, Any], transform: Te
     if cast.round.bits:  # other random bits, since errors of equal ones would not cancel
         options = {**options, "stream": Stream(1, "formats", str(cast))}
     other = fake_quantize(b, cast, **options).double()
-    return ((one @ other.T - exact).norm() / exact.norm()).item()
+    return float((one @ other.T - exact).norm() / exact.norm())
 
 
 def hadamard(size: int) -> Tensor:
@@ -194,7 +194,7 @@ def hadamard(size: int) -> Tensor:
     matrix = torch.ones(1, 1)
     while len(matrix) < size:
         matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
-    return matrix / size**0.5
+    return matrix / math.sqrt(size)
 
 
 def _histogram(codes: Quantized) -> dict[float, float] | None:
