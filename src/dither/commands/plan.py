@@ -66,9 +66,10 @@ def plan(
 
 
 def options(json: Json = False) -> int:
-    """List the levels that --options takes: short names, recipes and named casts.
+    """List the levels that --options takes.
 
-    The text of any other cast works as well, such as "nf4 tile(64)": all three operands are cast by it.
+    They are short names, recipes and named casts. The text of any other cast works as well, such as "nf4 tile(64)", for
+    all three operands.
     """
     from dither.snip.options import HOPPER, known_levels
     from dither.snip.planning import bits_of

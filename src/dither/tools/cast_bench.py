@@ -187,9 +187,8 @@ def _product_error(x: Tensor, cast: Cast, options: dict[str, Any], transform: Te
 def hadamard(size: int) -> Tensor:
     """Return the Hadamard matrix of a power of two, divided by the square root of its size, so that it is orthogonal.
 
-    >>> hadamard(2) * 2**0.5
-    tensor([[ 1.,  1.],
-            [ 1., -1.]])
+    >>> hadamard(4)[1]
+    tensor([ 0.5000, -0.5000,  0.5000, -0.5000])
     """
     matrix = torch.ones(1, 1)
     while len(matrix) < size:
