@@ -34,14 +34,13 @@ if TYPE_CHECKING:
     from dither.spec.formats import Format
     from dither.spec.recipes import recipe
     from dither.spec.schedule import PlanSchedule
-    from dither.tools.targets import choose_targets
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AmaxHistory", "BitwidthLoss", "Cast", "Conversion", "DitherError", "Format", "LayerPrecision", "Linear", "MemoryOptions",
     "Monitor", "PerformanceWarning", "Plan", "PlanSchedule", "Quantized", "Sampling", "Stream", "UserError", "WeightDecay",
-    "amax", "auto_plan", "bitwidth_loss", "capture_passes", "choose_targets", "compile", "convert", "deploy",
+    "amax", "auto_plan", "bitwidth_loss", "capture_passes", "compile", "convert", "deploy",
     "effective_precision", "export", "fake_quantize", "output_loss", "parallelize", "plan_from_bitwidths", "quantize",
     "quantize_both", "recipe", "round_to", "safe_bitwidth", "sample", "sampling_parameters", "step_context",
 ]  # fmt: skip
@@ -58,7 +57,6 @@ __getattr__ = lazily(
         "dither.spec.formats": "Format",
         "dither.spec.recipes": "recipe",
         "dither.spec.schedule": "PlanSchedule",
-        "dither.tools.targets": "choose_targets",
         "evaluate": "deploy plan_from_bitwidths",
         "exporting": "export",
         "models": "output_loss",

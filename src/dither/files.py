@@ -16,7 +16,7 @@ import signal
 import stat
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -61,6 +61,15 @@ def check_plain(value: object, where: str, depth: int = 0) -> None:
         raise UserError(
             f"{where} is a {type(value).__name__}, and only dictionaries, lists, strings, numbers, booleans and None are saved."
         )
+
+
+def finite(value: Any) -> Any:
+    """Return plain values with None for every number that is not finite, which JSON lacks."""
+    if isinstance(value, Mapping):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, tuple | list):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def to_json(value: object, where: str) -> bytes:

@@ -108,9 +108,8 @@ def train(
 
 def _fastest(config: Config) -> dict[str, Any]:
     """Return the fastest settings for the model and the GPU, without those that the config sets itself, and print them."""
-    from dither.tools.gpus import cpu_here, gpus_here
     from dither.tools.memory import GIB, StepPasses, shape_of_section
-    from dither.tools.recommend import fastest
+    from dither.tools.recommend import cpu_here, fastest, gpus_here
 
     model, data = config.model, config.data
     shape = shape_of_section(model, model.vocab)
