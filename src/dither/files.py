@@ -18,6 +18,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -63,13 +64,19 @@ def check_plain(value: object, where: str, depth: int = 0) -> None:
         )
 
 
-def finite(value: Any) -> Any:
-    """Return plain values with None for every number that is not finite, which JSON lacks."""
+def plain(value: Any) -> Any:
+    """Return a value as JSON has it: dataclasses are objects, and None stands for numbers that are not finite."""
+    if hasattr(value, "to_dict"):
+        return plain(value.to_dict())
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
     if isinstance(value, Mapping):
-        return {key: finite(each) for key, each in value.items()}
-    if isinstance(value, tuple | list):
-        return [finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value
 
 
 def to_json(value: object, where: str) -> bytes:

@@ -110,7 +110,7 @@ class Variant:
             found["loss_change"] = _estimated(self.loss_change(base))
         changes = [{} if self is base else {"change": _estimated(self.task_change(each, base))} for each in self.tasks]
         found["tasks"] = [each.to_dict() | change for each, change in zip(self.tasks, changes, strict=True)]
-        return dict(files.finite(found))
+        return dict(files.plain(found))
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Evaluated:
         if cast is not None and cast.held_out is not None:
             found["cast"] = {**_plain(cast.held_out), "bits": cast.bits}
         found["variants"] = [each.to_dict(self.base) for each in self.variants]
-        return dict(files.finite(found))
+        return dict(files.plain(found))
 
 
 @dataclass(frozen=True)

@@ -202,7 +202,7 @@ class NumericsReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON; numbers that are not finite become None."""
-        data = files.finite(asdict(self))
+        data = files.plain(asdict(self))
         return {**data, "stagnant": self.stagnant, "problems": list(self.problems)}
 
     def __str__(self) -> str:
