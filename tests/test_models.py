@@ -397,14 +397,14 @@ def test_one_graph(blocks, config):
     [
         ({"hidden_size": 100, "num_attention_heads": 12}, "hidden size of 100 .* 120 would"),
         ({"num_key_value_heads": 3}, "4 query heads cannot share 3"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers is a positive integer, not 0"),
-        ({"num_key_value_heads": True}, "LlamaConfig.num_key_value_heads is a positive integer, not True"),
-        ({"vocab_size": 2.5}, "vocab_size is a positive integer, not 2.5"),
-        ({"vocab_size": 1 << 40}, r"vocab_size is at most 2\^28 = 268435456, not 1099511627776"),
-        ({"rope_theta": 0}, "rope_theta is a positive number, not 0"),
-        ({"rms_norm_eps": math.nan}, "rms_norm_eps is a positive number, not nan"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is an integer of at least 1 .*, not 0"),
+        ({"num_key_value_heads": True}, "LlamaConfig.num_key_value_heads is an integer, not True"),
+        ({"vocab_size": 2.5}, "vocab_size is an integer, not 2.5"),
+        ({"vocab_size": 1 << 40}, r"vocab_size is an integer of at least 1 and below 2\^28, not 1099511627776"),
+        ({"rope_theta": 0}, "rope_theta is a number above 0, not 0"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps is a finite number, not nan"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings is true or false, not 1"),
-        ({"initializer_range": "0.02"}, "initializer_range is a positive number, not '0.02'"),
+        ({"initializer_range": "0.02"}, "initializer_range is a finite number, not '0.02'"),
     ],
 )
 def test_impossible_sizes(wrong, words):
@@ -416,10 +416,10 @@ def test_impossible_sizes(wrong, words):
     ("wrong", "words"),
     [
         ({"n_head": 3}, r"width of 128 \(n_embd\) does not split into 3 heads \(n_head\); 129 would"),
-        ({"n_layer": 0}, "GPT2Config.n_layer is a positive integer, not 0"),
-        ({"n_inner": -1}, "GPT2Config.n_inner is a positive integer, not -1"),
-        ({"n_positions": None}, "GPT2Config.n_positions is a positive integer, not None"),
-        ({"layer_norm_epsilon": math.inf}, "layer_norm_epsilon is a positive number, not inf"),
+        ({"n_layer": 0}, "GPT2Config.n_layer is an integer of at least 1 .*, not 0"),
+        ({"n_inner": -1}, "GPT2Config.n_inner is an integer of at least 1 .*, not -1"),
+        ({"n_positions": None}, "GPT2Config.n_positions is an integer, not None"),
+        ({"layer_norm_epsilon": math.inf}, "layer_norm_epsilon is a finite number, not inf"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is true or false, not 'yes'"),
     ],
 )
