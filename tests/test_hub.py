@@ -334,9 +334,9 @@ HOSTILE = {
     "a negative width": (config_with(n_embd=-32), "GPT2Config.n_embd is an integer of at least 1 .*, not -32"),
     "a width of nothing": (config_with(n_embd=None), "GPT2Config.n_embd is an integer, not None"),
     "odd heads": (config_with(n_head=3), "does not split into 3 heads"),
-    "a billion layers": (config_with(n_layer=10**9), "n_layer is at most"),
+    "a billion layers": (config_with(n_layer=10**9), "n_layer is an integer of at least 1 and below"),
     "a million layers": (config_with(n_layer=10**6), "asks for 1000000 layers, and there are 28 tensors"),
-    "huge matrices": (config_with(n_embd=1 << 28, n_inner=1 << 28), r"has shape \[\d+.*\], and its config asks for"),
+    "huge matrices": (config_with(n_embd=1 << 27, n_inner=1 << 27), r"has shape \[\d+.*\], and its config asks for"),
     "more layers": (
         config_with(n_layer=3),
         "lacks tensors that its config asks for: 'transformer.h.2.ln_1.weight'.* 9 more",
