@@ -228,7 +228,7 @@ def batch_losses(
 LOGITS = 1 << 27
 """Default number of logits per forward pass, 0.5 GiB in float32."""
 
-Tokens = Sequence[int]
+TokenIds = Sequence[int]
 
 
 class Likelihood(NamedTuple):
@@ -240,7 +240,7 @@ class Likelihood(NamedTuple):
 
 def log_likelihoods(
     model: nn.Module,
-    requests: Sequence[tuple[Tokens, Tokens]],
+    requests: Sequence[tuple[TokenIds, TokenIds]],
     *,
     vocab_size: int,
     longest: int | None = None,
@@ -281,7 +281,7 @@ def log_likelihoods(
     return [each for each in found if each is not None]
 
 
-def _row(number: int, context: Tokens, continuation: Tokens, longest: int | None) -> tuple[list[int], list[int]]:
+def _row(number: int, context: TokenIds, continuation: TokenIds, longest: int | None) -> tuple[list[int], list[int]]:
     """Return the inputs and the targets of a request; the last targets belong to the last inputs."""
     if not len(context) or not len(continuation):
         raise UserError(f"Request {number} has an empty context or continuation: begin the context with an end token.")
