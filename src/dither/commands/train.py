@@ -232,8 +232,7 @@ def _starting_from(path: Path, base: Config, own: bool) -> Config:
     if found.kind == "folder":
         _check_model(base.model, Model(hf=str(path)), path)
         return _with_tokenizer(replace(base, model=replace(base.model, hf=str(path))), path / TOKENIZER)
-    for why in found.skipped:
-        print(why, file=sys.stderr)
+    found.tell()
     folder = found.run
     if folder is None:
         return replace(base, model=replace(base.model, weights=str(found.path)))

@@ -1,7 +1,6 @@
 """Evaluate models on held-out text and on tasks, also with other casts and against other models."""
 
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -290,8 +289,7 @@ def opened(
                 )
             yield Subject(str(path), path, None, model, tokenizer, text, sequence or SEQUENCE, 1)
             return
-        for why in found.skipped:
-            print(why, file=sys.stderr)
+        found.tell()
         settings = from_table(Data, found.config.get("data", {}), "data")
         own = open_corpus(settings, found.run or scratch, once=once)
         if found.others.get("corpus") != own.sha256:

@@ -107,6 +107,7 @@ def _restored(path: str, chosen: RunOptions, bars: ProgressBars) -> Iterator[Tra
     from dither.train.trainer import Trainer
 
     found = find_model(path)
+    found.tell()
     folder = found.run
     if folder is None:
         kinds = f"neither the folder of a run, with a {CONFIG}, nor a checkpoint of one"
