@@ -180,9 +180,7 @@ def allocate(
     >>> allocate({"a": 1.0, "b": 16.0}, {"a": 128, "b": 128}, mean=5, low=2, high=8)
     {'a': 4.0, 'b': 6.0}
     """
-    if (tolerance is None) == (mean is None):
-        raise ValueError(f"Give either a tolerance or a mean, not both or neither: tolerance={tolerance!r}, mean={mean!r}.")
-    total = sum(weights[layer] for layer in sensitivity)
+    total = sum(weights.values())
 
     def chosen(price: float) -> dict[str, float]:
         """Return the bitwidths at `price`, which is log2(p)."""
@@ -191,36 +189,16 @@ def allocate(
             for layer, a in sensitivity.items()
         }
 
-    def missing(bitwidths: Mapping[str, float]) -> float:
-        """Return by how much bitwidths miss the goal; it decreases with the price."""
+    def enough(bitwidths: Mapping[str, float]) -> bool:
         if mean is not None:
-            return mean - math.fsum(weights[layer] * b for layer, b in bitwidths.items()) / total
-        assert tolerance is not None
-        rise = math.fsum(max(a, 0.0) * math.pow(4.0, -bitwidths[layer]) for layer, a in sensitivity.items())
-        return math.log2(rise / tolerance) if rise else -math.inf
+            return sum(weights[layer] * b for layer, b in bitwidths.items()) >= mean * total
+        return sum(max(a, 0.0) * 4.0 ** -bitwidths[layer] for layer, a in sensitivity.items()) <= (tolerance or 0.0)
 
-    if missing(lowest := dict.fromkeys(sensitivity, float(low))) <= 0:
-        return lowest
-    if missing(highest := dict.fromkeys(sensitivity, float(high))) > 0:
-        raise ValueError(
-            f"{high:g} bits in every layer are not enough for "
-            + (f"a mean of {mean:g}" if mean is not None else f"a rise of the loss by at most {tolerance:.3g}")
-            + ": raise the limit, or ask for less."
-        )
-    # Prices at which a layer reaches one of its limits. Between two of them the same layers are free. There `missing` is linear
-    # in the price for a mean, and for a tolerance it follows from the rise of the free layers.
-    limits = sorted(2 * b - math.log2(a / weights[layer]) for layer, a in sensitivity.items() if a > 0 for b in (low, high))
-    below = max(price for price in limits if missing(chosen(price)) > 0)
-    above = min((price for price in limits if price > below), default=below + 1)
-    middle = chosen((below + above) / 2)
-    if not (free := [layer for layer, b in middle.items() if low < b < high]):
-        return highest  # at the last price only a rounding error is missing
-    size = sum(weights[layer] for layer in free)
-    if mean is not None:
-        return chosen(below + 2 * total / size * missing(chosen(below)))
-    assert tolerance is not None
-    fixed = math.fsum(max(sensitivity[layer], 0.0) * math.pow(4.0, -b) for layer, b in middle.items() if layer not in free)
-    return chosen(math.log2(size / (tolerance - fixed)))
+    below, above = -200.0, 200.0
+    for _ in range(100):
+        middle = (below + above) / 2
+        below, above = (below, middle) if enough(chosen(middle)) else (middle, above)
+    return chosen(above)
 
 
 def _mean_loss(model: nn.Module, loss_fn: LossFunction, batches: Sequence[Any]) -> float:

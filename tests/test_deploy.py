@@ -8,10 +8,10 @@ from torch import nn
 
 import dither
 from dither import Cast, LayerPrecision, Plan, UserError
-from dither.evaluate.deployment import deploy, deploy_blocks, plan_from_bitwidths, weight_cast
+from dither.evaluate.deployment import deploy, plan_from_bitwidths, weight_cast
 from dither.nn.bitwidths import bitwidth_range, effective_precision
 from dither.spec import Sampling
-from dither.spec.bitwidths import VARIANCE, deployable
+from dither.spec.bitwidths import deployable
 
 B_T = torch.tensor([[3.0, 4.0, 5.0], [2.5, 3.5, 6.5]])
 """Of a 40 x 70 weight: blocks of 32 x 32, 32 x 6, 8 x 32 and 8 x 6."""
@@ -87,7 +87,6 @@ def test_bitwidths_that_have_almost_arrived():
     assert set(effective_precision(model, slack=0.05).total.formats) == {"e3m2"}
     assert plan_from_bitwidths(model).for_layer("0").weight.format == "e4m3"
     assert plan_from_bitwidths(model, slack=0.05).for_layer("0").weight.format == "e3m2"
-    assert set(deploy_blocks(model, slack=0.05).layers[0].formats) == {"e3m2"}
     with pytest.raises(UserError, match=r"slack= is a non-negative number of bits.*not -1"):
         effective_precision(model, slack=-1)
 
@@ -116,27 +115,6 @@ def test_granularities(granularity):
     cast = plan_from_bitwidths(learned(), granularity=granularity, quantile=0.95).for_layer("0").weight
     assert cast == Cast("e4m3", granularity, "fp32")
     assert plan_from_bitwidths(learned(), granularity=granularity).for_layer("0").weight == Cast("bf16")
-
-
-@pytest.mark.parametrize("noise", ["rounded_normal", "uniform"])
-def test_the_rule_of_noise(noise):
-    for b in (3.0, 4.0, 5.0, 6.0, 7.0):
-        model = learned(torch.full((2, 3), b), noise=noise, beyond="warn")
-        weight = model[0].weight.detach()
-        amax = torch.stack([torch.stack([part.abs().max() for part in rows.split(32, 1)]) for rows in weight.split(32, 0)])
-        allowed = VARIANCE[noise] * (COUNTS * (amax * 2.0 ** (1 - b)).square()).sum().item()
-        errors = {
-            name: (dither.fake_quantize(weight, weight_cast(name)) - weight).square().sum().item()
-            for name in ("e2m1", "e3m2", "e4m3", "bf16")
-        }
-        chosen = plan_from_bitwidths(model, rule="noise").for_layer("0").weight.format
-        assert chosen == next(name for name, error in errors.items() if error <= allowed)
-
-
-def test_the_rule_of_noise_goes_further_than_the_table():
-    model = learned(torch.full((2, 3), 4.0))
-    assert plan_from_bitwidths(model).for_layer("0").weight.format == "e3m2"
-    assert plan_from_bitwidths(model, rule="noise").for_layer("0").weight.format == "e2m1"
 
 
 # Deployment
@@ -216,24 +194,6 @@ def test_transposed_weights_are_scaled_along_the_products_axis():
     assert torch.equal(result.weights["0.weight"], dither.fake_quantize(weight, "e2m1 tile(32)", axis=0))
 
 
-def test_a_format_for_each_block():
-    model = learned()
-    weight = model[0].weight.detach()
-    result = deploy_blocks(model, evaluate=evaluation)
-    (layer,) = result.layers
-    bits = 6 * 3  # six formats to tell apart
-    for i, rows in enumerate(weight.split(32, 0)):
-        for j, block in enumerate(rows.split(32, 1)):
-            format = deployable(B_T[i, j].item())
-            cast = weight_cast(format.name)
-            there = result.weights["0.weight"][32 * i : 32 * i + 32, 32 * j : 32 * j + 32]
-            assert torch.equal(there, dither.fake_quantize(block.contiguous(), cast))
-            bits += format.bits * block.numel() + 32 * (cast.scaling.kind != "none")
-    assert layer.bits == pytest.approx(bits / 2800)
-    assert layer.formats == effective_precision(model).layers[0].formats
-    assert result.loss_after != result.loss_before
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -242,12 +202,7 @@ def test_a_format_for_each_block():
             lambda: plan_from_bitwidths(learned(), quantile=0),
             "quantile= is a fraction of a layer's weights, above 0 and up to 1, not 0",
         ),
-        (lambda: plan_from_bitwidths(learned(), rule="error"), "rule= is 'table'.*not 'error'"),
         (lambda: plan_from_bitwidths(learned(), granularity="blocks"), "There is no granularity 'blocks'"),
-        (
-            lambda: plan_from_bitwidths(learned(torch.full((2, 3), 7.0)), rule="noise", formats=("e2m1",)),
-            "No format among e2m1 has an error within the noise",
-        ),
         (
             lambda: effective_precision(learned(torch.full((2, 3), math.nan))),
             "layer '0' has learned a bitwidth that is neg.*nan",
