@@ -101,6 +101,7 @@ PATH = Path(__file__).parent.parent / "benchmarks" / "sampling_quality.py"
 @pytest.fixture
 def quality(monkeypatch):
     """The script as a function of its arguments."""
+    monkeypatch.syspath_prepend(FOLDER)
     spec = importlib.util.spec_from_file_location("sampling_quality", PATH)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -4,7 +4,6 @@ A tracker that fails, such as one without a network, never ends training: it is 
 there has an identity that is kept in the folder of the run, so that a resumed run continues it.
 """
 
-import importlib
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -116,7 +115,21 @@ class Trackers:
 
 def _package(tracker: str) -> Any:
     try:
-        return importlib.import_module("torch.utils.tensorboard" if tracker == "tensorboard" else tracker)
+        if tracker == "tensorboard":
+            import torch.utils.tensorboard as tensorboard
+
+            return tensorboard
+        if tracker == "wandb":
+            import wandb
+
+            return wandb
+        if tracker == "mlflow":
+            import mlflow
+
+            return mlflow
+        import trackio
+
+        return trackio
     except ImportError:
         raise UserError(
             f"run.track has {tracker!r}, whose package is not installed: pip install 'dither[{tracker}]' "
