@@ -202,6 +202,21 @@ def test_both_layouts(cast: Cast, dtype: torch.dtype, device: str) -> None:
         assert pairs.check_quantize(x, cast, 1, container="e4m3") == 0
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["nvfp4", "e2m1 block(16) nvfp4 stochastic(16)", "mxfp4 stochastic(8)", "e4m3 tile(32) pow2_ceil", "int4 tile(16) pow2"],
+)
+def test_values(text: str, device: str) -> None:
+    """Whole tiles and ragged ones, other strides, lost groups, and a given magnitude that is far too small."""
+    cast, x = Cast.parse(text), pairs.hard_values(130, 136, torch.bfloat16, 9, device)
+    assert pairs.check_values(x[:128, :128], cast, (1, 16)) == 0
+    assert pairs.check_values(x.float()[:, ::2].T, cast, (1, 3)) == 0
+    assert pairs.check_values(x, cast, amax=torch.tensor(1e-3, device=device)) == 0
+    if cast.scaling.kind != "nvfp4":  # there a NaN in one group loses the tensor
+        x[1, 3], x[30, 100], x[70, 129] = torch.nan, torch.inf, -torch.inf
+        assert pairs.check_values(x, cast) == 0
+
+
 @pytest.mark.sampled(cover=1)
 @pytest.mark.parametrize(
     ("groups", "dtype"),

@@ -12,13 +12,19 @@ from typing import Any, TypeVar
 import torch
 
 from dither.errors import UserError
-from dither.spec.engines import Verified
+from dither.spec.engines import SIXTEEN_BITS, Verified
 from dither.versions import version
 
 
 def capability_of(device: torch.device) -> tuple[int, int] | None:
     """Return the compute capability of a CUDA device, None for any other."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+@functools.cache
+def has_bf16_units() -> bool:
+    """Return False if this machine's GPU cannot multiply BF16; True without a GPU, where nobody asks its units."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= SIXTEEN_BITS["bf16"]
 
 
 def describe(device: torch.device, engines: tuple[str, ...] = ()) -> Verified | None:

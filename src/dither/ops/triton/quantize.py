@@ -31,8 +31,9 @@ from dither.ops.triton.scales import (
     line_amax_bits,
     scaling_fields,
     store_factors,
+    tensor_factor,
 )
-from dither.ops.triton.tiles import cast_program, largest, load_tile, restored, spread, store_scales, tile_codes
+from dither.ops.triton.tiles import cast_program, largest, load_tile, restored, spread, store_scales, tile_codes, tile_values
 from dither.spec import Cast, groups
 from dither.spec import groups as grouping
 from dither.spec.formats import Format
@@ -338,6 +339,132 @@ def _quantize_once_kernel(
         code = code.to(out_ptr.dtype.element_ty)
     store_packed(out_ptr, code, row, first_column, rows, out_line, C.BITS, WORDS, ROWS, COLUMNS)
     store_packed(out_t_ptr, tl.trans(code), column, first_row, columns, out_t_line, C.BITS, WORDS_T, COLUMNS, ROWS)
+
+
+@triton.jit(do_not_specialize=["key", "row0", "column0"])
+def _values_kernel(
+    x_ptr,
+    along_ptr,
+    across_ptr,
+    tensor_ptr,
+    amax_ptr,
+    step_ptr,
+    key,
+    row0,
+    column0,
+    rows,
+    columns,
+    stride_r,
+    stride_c,
+    F: tl.constexpr,
+    C: tl.constexpr,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    SCALE: tl.constexpr,
+    W: tl.constexpr,
+    G: tl.constexpr,
+    SQUARE: tl.constexpr,
+    RUN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    A: tl.constexpr,
+    EVEN: tl.constexpr,
+    ALONG: tl.constexpr,
+    ACROSS: tl.constexpr,
+):
+    """Store codes times the scales of their groups, cast along the columns (ALONG), along the rows (ACROSS), or both.
+
+    All is [rows, columns] in memory. A thread holds a few columns of A neighbouring rows, and a warp whole groups of either
+    direction, so that no element changes threads. SQUARE groups are G x G, others 1 x G or G x 1.
+    """
+    _, first_row, first_column = program_tile(tl.program_id(0), rows, columns, ROWS, COLUMNS)
+    x, random = load_tile(
+        x_ptr + first_row * stride_r + first_column * stride_c, step_ptr, key, row0 + first_row, column0 + first_column,
+        rows - first_row, columns - first_column, 1, stride_r, stride_c, H, RUN, True, ROWS, COLUMNS, A, EVEN, True,
+    )  # fmt: skip
+    x = tl.reshape(tl.permute(tl.reshape(x, [A, ROWS // A, COLUMNS]), (1, 0, 2)), [ROWS, COLUMNS])
+    random = tl.reshape(tl.permute(tl.reshape(random, [A, ROWS // A, COLUMNS]), (1, 0, 2)), [ROWS, COLUMNS])
+    tensor = 1.0
+    if S.KIND == "nvfp4":
+        tensor = tensor_factor(tl.load(amax_ptr), S)
+        if tl.program_id(0) == 0:
+            tl.store(tensor_ptr, tensor)
+    row, column = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
+    at = row[:, None] * columns + column[None, :]
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    DTYPE: tl.constexpr = along_ptr.dtype.element_ty
+    if ALONG:
+        GP: tl.constexpr = G if SQUARE else 1
+        value = tile_values(x, random, tensor, DTYPE, F, S, H, SCALE, W, ROWS, COLUMNS, GP, G)
+        if EVEN:
+            tl.store(along_ptr + at, value)
+        else:
+            tl.store(along_ptr + at, value, mask=inside)
+    if ACROSS:
+        GQ: tl.constexpr = G if SQUARE else 1
+        value = tile_values(x, random, tensor, DTYPE, F, S, H, SCALE, W, ROWS, COLUMNS, G, GQ)
+        if EVEN:
+            tl.store(across_ptr + at, value)
+        else:
+            tl.store(across_ptr + at, value, mask=inside)
+
+
+def quantize_values(
+    x: Tensor, cast: Cast, axes: tuple[int, ...], draw: Draw | None, given_amax: Tensor | None
+) -> tuple[list[Tensor], Tensor]:
+    """Return codes times the scales of their groups in BF16, cast along each of `axes`, and the scale of the tensor."""
+    results = [torch.empty(x.shape, dtype=torch.bfloat16, device=x.device) for _ in axes]
+    two_level = cast.scaling.kind == "nvfp4"
+    tensor = torch.empty(() if two_level else (0,), dtype=torch.float32, device=x.device)
+    amax = tensor
+    if two_level:
+        amax = amax_bits(x) if given_amax is None else given_amax
+    if not x.numel():
+        if two_level:
+            store_factors(amax.view(torch.int32), tensor, cast)
+        return results, tensor
+    along, across = (results[axes.index(axis)] if axis in axes else results[0] for axis in (1, 0))
+    wanted = (1 in axes, 0 in axes)
+    launch = _values_launch(tuple(x.shape), x.stride(), x.dtype, x.device, cast, _drawn(cast, draw), wanted)
+    launch(x, along, across, tensor, amax, *draw_arguments(draw))
+    return results, tensor
+
+
+@functools.lru_cache(maxsize=4096)
+def _values_launch(
+    shape: tuple[int, int],
+    stride: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    cast: Cast,
+    drawn: tuple[bool, bool, bool],
+    wanted: tuple[bool, bool],
+) -> BoundKernel:
+    """Return the kernel for matrices of this shape; `wanted` are the layouts to store, along the columns and along the rows."""
+    constants = _known_constants(cast, cast.element, *drawn, dtype.itemsize, device)
+    size, run, warps = cast.group.size, constants["RUN"], 4
+    # A warp holds 32 runs of columns in A rows each, and so as many rows as a group.
+    columns = 64 if size <= 16 else 32
+    A = max(1, size * columns // (32 * run))
+    rows = 32 * run * A * warps // columns
+    return BoundKernel(
+        _values_kernel,
+        tiles(1, *shape, rows, columns)[0],
+        (*shape, *stride),
+        {
+            **constants,
+            "G": size,
+            "SQUARE": cast.group.kind == "block",
+            "ROWS": rows,
+            "COLUMNS": columns,
+            "A": A,
+            "EVEN": shape[0] % rows == shape[1] % columns == 0,
+            "ALONG": wanted[0],
+            "ACROSS": wanted[1],
+        },
+        bits=(4,),
+        num_warps=warps,
+    )
 
 
 def amax(x: Tensor) -> Tensor:

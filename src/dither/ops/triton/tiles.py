@@ -301,6 +301,45 @@ def cast_tile(
 
 
 @triton.jit
+def tile_values(
+    x,
+    random,
+    tensor,
+    DTYPE: tl.constexpr,
+    F: tl.constexpr,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    E: tl.constexpr,
+    W: tl.constexpr,
+    P: tl.constexpr,
+    Q: tl.constexpr,
+    GP: tl.constexpr,
+    GQ: tl.constexpr,
+):
+    """Return x [P, Q] rounded to F, times the scales of its groups of GP x GQ, as DTYPE. The tensor's scale is left out."""
+    amax = largest(tl.reshape(tl.abs(x), [P // GP, GP, Q // GQ, GQ]), H.NATIVE)
+    multiply, restore, _ = group_factors(amax, tensor, S, E, W, True, H.NATIVE)
+    multiply, restore = spread(multiply, P, Q, GP, GQ), spread(restore, P, Q, GP, GQ)
+    E4M3: tl.constexpr = F.BITS == 8 and F.BIAS == 7 and not F.INTEGER
+    if E4M3 and H.NATIVE and H.KIND == "nearest" and S.KIND != "nvfp4":
+        value = (x * multiply).to(tl.float8e4nv).to(tl.float32)  # it saturates, and NaN stays NaN
+    elif H.NATIVE and not F.HAS_NAN and not F.INTEGER:
+        # The factor of a group with a NaN is NaN, and makes all of its numbers NaN.
+        magnitude = round_magnitude(limited(as_bits(tl.abs(x) * multiply), F), random, F, H)
+        value = as_float(magnitude | (as_bits(x) & SIGN))
+    else:
+        value = as_float(round_bits(scaled_bits(x, multiply, S, True), as_bits(x), random, F, H, True))
+    if H.NATIVE and S.KIND == "nvfp4":
+        return (value * restore).to(DTYPE)  # at most 6 * 448
+    elif H.NATIVE:
+        LIMIT: tl.constexpr = 2.0**127 * (2.0 - 2.0**-7)  # the largest BF16 number
+        result = tl.minimum(value * restore, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        return tl.maximum(result, -LIMIT, propagate_nan=tl.PropagateNan.ALL).to(DTYPE)
+    else:
+        return restored(value, restore, 1.0, DTYPE, True, False, H.NATIVE)
+
+
+@triton.jit
 def load_tile(
     x_ptr,
     step_ptr,
