@@ -204,7 +204,7 @@ def test_both_layouts(cast: Cast, dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["nvfp4", "e2m1 block(16) nvfp4 stochastic(16)", "mxfp4 stochastic(8)", "e4m3 tile(32) pow2_ceil", "int4 tile(16) pow2"],
+    ["nvfp4", "e2m1 block(16) nvfp4 stochastic(16)", "mxfp4 stochastic(8)", "mxfp8", "int4 tile(16) pow2"],
 )
 def test_values(text: str, device: str) -> None:
     """Whole tiles and ragged ones, other strides, lost groups, and a given magnitude that is far too small."""
