@@ -260,7 +260,7 @@ DELAYED = LayerPrecision.of("e4m3 tensor delayed(4)", "e4m3 tensor delayed(4)", 
 
 
 @pytest.mark.filterwarnings("ignore:.*TensorFloat32.*:UserWarning")
-@pytest.mark.parametrize("name", ["fp8-block", "fp4-block", "nvfp4", "fp8-delayed"])
+@pytest.mark.parametrize("name", ["fp8-block", "fp4-block", "nvfp4", "mxfp8", "mxfp4", "fp8-delayed"])
 def test_inductor_trains_as_eager_does(name: str) -> None:
     torch._dynamo.reset()
     how = DELAYED if name == "fp8-delayed" else precision(name)

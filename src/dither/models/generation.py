@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from dither.data import Tokenizer
 from dither.data.chat import SIMPLE
+from dither.data.text import first_line
 from dither.errors import UserError
+from dither.files import Refused, limited
 
 
 @torch.no_grad()
@@ -177,8 +179,23 @@ class Chat:
             self.history += [*drawn, *([tokenizer.end] if self.simple else tokenizer.encode("\n"))]
             return text_of(tokenizer, drawn)
         self.messages.append({"role": "user", "content": text})
-        prompt = tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, return_dict=False)
+        prompt = self._prompt()
         drawn = self.sampler.extend(self.model, prompt, tokenizer.eos_token_id, self.generator)
         said: str = tokenizer.decode(drawn, skip_special_tokens=True)
         self.messages.append({"role": "assistant", "content": said})
         return said.strip()
+
+    def _prompt(self) -> list[int]:
+        """Return the tokens of the conversation so far. The chat template is rendered in a process with limits."""
+
+        def tokens() -> list[int]:
+            try:
+                return list(self.tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, return_dict=False))
+            except Exception as error:  # a template may raise anything
+                raise UserError(f"The chat template cannot write this conversation: {first_line(error)}.") from None
+
+        try:
+            prompt: list[int] = limited(tokens, "it")
+        except Refused as error:
+            raise UserError(f"The chat template is refused: {error} for this conversation.") from None
+        return prompt

@@ -234,9 +234,9 @@ def _casting(casts: tuple[Cast, ...], container: str, level: int = -1) -> Castin
     text, own = "|".join(map(str, casts)), level < 0 and container == first.format
     return Casting(
         text,
-        text if own else str(Cast(container, first.granularity, first.scale)),
+        str(first.codes) if own else str(Cast(container, first.granularity, first.scale)),
         "" if own else container,
-        stochastic=any(cast.round.kind == "stochastic" for cast in casts),
+        stochastic=any(cast.round.bits for cast in casts),
         delayed=kind == "delayed",
         whole=kind != "nvfp4",
         measured=first.group.kind == "tensor" and kind != "delayed" and all(cast.element.nan for cast in casts),
@@ -564,8 +564,8 @@ def product(
 
 
 def _on_bf16_units(a: Codes, a_casting: Casting, b: Codes, b_casting: Casting, settings: Settings) -> bool:
-    """Return True if a compiled graph multiplies these operands by torch's own product of BF16 numbers."""
-    if not torch.compiler.is_compiling() or settings.emulate or not a.values.is_cuda or not (a_casting.held or b_casting.held):
+    """Return True if torch's own product of BF16 numbers multiplies these operands."""
+    if settings.emulate or not a.values.is_cuda or not (a_casting.held or b_casting.held):
         return False
     return all(
         casting.held or (not casting.cast and codes.values.dtype == torch.bfloat16)
