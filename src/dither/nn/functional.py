@@ -596,7 +596,7 @@ def _bf16_product(
     y = torch.mm(left, right.T) if dtype == torch.bfloat16 else torch.mm(left, right.T, out_dtype=torch.float32)
     scales = [codes.tensor_scale for codes, casting in ((a, a_casting), (b, b_casting)) if casting.held and casting.two_level]
     if not scales and bias is None:
-        return y.to(dtype)
+        return y if y.dtype == dtype else y.to(dtype)  # torch 2.11 compiles a `to` that does nothing to gradients of zero
     result = y.float()
     for scale in scales:
         result = result * scale

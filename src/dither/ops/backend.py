@@ -12,14 +12,9 @@ from typing import Any, TypeVar
 
 import torch
 
-<<<<<<< HEAD
-from dither.errors import UserError
-from dither.spec.engines import SIXTEEN_BITS, Verified
-=======
 from dither.errors import PerformanceWarning, UserError
 from dither.spec import Cast
-from dither.spec.engines import Verified
->>>>>>> main
+from dither.spec.engines import SIXTEEN_BITS, Verified
 from dither.versions import version
 
 

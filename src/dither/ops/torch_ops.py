@@ -276,7 +276,8 @@ def _quantize_values_op(
 
     See `reference.quantize`. A layout that is not wanted is empty.
     """
-    parsed, code = Cast.parse(cast), implementation("quantize", x.device, backend)
+    parsed = Cast.parse(cast)
+    code = implementation("quantize", x.device, backend, parsed)
     axes = tuple(axis for axis, wanted in ((1, along), (0, across)) if wanted)
     values, tensor = code.quantize_values(x, parsed, axes, _draw_of(0, step, row, column), amax)
     nothing = x.new_empty(0, dtype=torch.bfloat16)
@@ -286,7 +287,8 @@ def _quantize_values_op(
 @operator(lambda values, rows, length: values.new_empty((rows, length), dtype=torch.bfloat16))
 def _decode_op(values: Tensor, scale: Tensor, cast: str, rows: int, length: int, after: Tensor | None) -> Tensor:
     """Return codes [rows, length] times the scales of their groups, in BF16, which holds them."""
-    parsed, code = Cast.parse(cast), implementation("quantize", values.device, "auto")
+    parsed = Cast.parse(cast)
+    code = implementation("quantize", values.device, "auto", parsed)
     scale, nothing = scale.view(storage.scale_dtype(parsed)), values.new_ones((), dtype=torch.float32)
     return code.dequantize(values, scale, nothing, parsed, (rows, length), 1, torch.bfloat16)  # type: ignore[no-any-return]
 
