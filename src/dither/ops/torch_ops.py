@@ -289,7 +289,7 @@ def _decode_op(values: Tensor, scale: Tensor, cast: str, rows: int, length: int,
     """Return codes [rows, length] times the scales of their groups, in BF16, which holds them."""
     parsed = Cast.parse(cast)
     code = implementation("quantize", values.device, "auto", parsed)
-    scale, nothing = scale.view(storage.scale_dtype(parsed)), values.new_ones((), dtype=torch.float32)
+    scale, nothing = scale.view(storage.scale_dtype(parsed)), scale.new_empty(0, dtype=torch.float32)
     return code.dequantize(values, scale, nothing, parsed, (rows, length), 1, torch.bfloat16)  # type: ignore[no-any-return]
 
 

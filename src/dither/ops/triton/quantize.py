@@ -33,7 +33,17 @@ from dither.ops.triton.scales import (
     store_factors,
     tensor_factor,
 )
-from dither.ops.triton.tiles import cast_program, largest, load_tile, restored, spread, store_scales, tile_codes, tile_values
+from dither.ops.triton.tiles import (
+    cast_program,
+    largest,
+    load_tile,
+    restored,
+    saturated,
+    spread,
+    store_scales,
+    tile_codes,
+    tile_values,
+)
 from dither.spec import Cast, groups
 from dither.spec import groups as grouping
 from dither.spec.formats import Format
@@ -62,20 +72,29 @@ def _dequantize_kernel(
     F: tl.constexpr,
     S: tl.constexpr,
     E: tl.constexpr,
+    OUTER: tl.constexpr,
     NATIVE: tl.constexpr,
+    EVEN: tl.constexpr,
     P: tl.constexpr,
     Q: tl.constexpr,
+    GQ: tl.constexpr,
 ):
-    """Store value(code) * scale of its group (* scale of the tensor); groups are `gp` lines by `gq` elements."""
+    """Store value(code) * scale of its group (* scale of the tensor, if OUTER); groups are `gp` lines by `gq` elements.
+
+    GQ is the smaller of `gq` and Q: each line of a tile has Q / GQ scales.
+    """
     batch, first_line, first = program_tile(tl.program_id(0), lines, length, P, Q)
     line = first_line + tl.arange(0, P)
     at = first + tl.arange(0, Q)
-    inside = (line < lines)[:, None] & (at < length)[None, :]
+    in_line, inside = (line < lines)[:, None], (line < lines)[:, None] & (at < length)[None, :]
     start = code_ptr + batch * code_batch + line[:, None] * code_line
     if F.BITS == 4:
-        code = (
-            tl.load(start + at[None, :] // 2, mask=inside, other=0).to(tl.int32) >> (at % 2 * 4).to(tl.int32)[None, :]
-        ) & 0xF
+        octet = first // 2 + tl.arange(0, Q // 2)
+        if EVEN:
+            pair = tl.load(start + octet[None, :]).to(tl.int32)
+        else:
+            pair = tl.load(start + octet[None, :], mask=in_line & (octet * 2 < length)[None, :], other=0).to(tl.int32)
+        code = tl.reshape(tl.join(pair & 0xF, pair >> 4), [P, Q])
     elif F.BITS == 6:
         # Six bits from bit 6 * (at % 4) of three bytes; they span at most two of these.
         bit = at % 4 * 6
@@ -84,25 +103,39 @@ def _dequantize_kernel(
         high = tl.load(octet + 1, mask=inside & (bit % 8 > 2)[None, :], other=0).to(tl.int32)
         code = ((low | (high << 8)) >> (bit % 8).to(tl.int32)[None, :]) & 0x3F
     else:
-        code = tl.load(start + at[None, :], mask=inside, other=0).to(tl.int32)
+        if EVEN:
+            code = tl.load(start + at[None, :]).to(tl.int32)
+        else:
+            code = tl.load(start + at[None, :], mask=inside, other=0).to(tl.int32)
         if F.BITS < 32:
             code = code & ((1 << F.BITS) - 1)
     value = decode(code, F)
     restore = value
     tensor = 1.0
     if S.KIND != "none":
-        group = scale_ptr + batch * scale_batch + (line // gp)[:, None] * scale_line + (at // gq)[None, :] * scale_group
-        stored = tl.load(group, mask=inside, other=0)
+        group = first + tl.arange(0, Q // GQ) * GQ
+        place = scale_ptr + batch * scale_batch + (line // gp)[:, None] * scale_line + (group // gq)[None, :] * scale_group
+        stored = tl.load(place, mask=in_line & (group < length)[None, :], other=0)
         if S.KIND == "pow2" or S.KIND == "pow2_ceil":
             exponent = stored.to(tl.int32)
             restore = as_float(tl.where(exponent == 0, 1 << 22, tl.where(exponent == 255, 0x7FC00000, exponent << 23)))
         elif S.KIND == "nvfp4":
             restore = decode(stored.to(tl.int32), E)
-            tensor = tl.load(tensor_ptr)
+            if OUTER:
+                tensor = tl.load(tensor_ptr)
         else:
             restore = stored
-    result = restored(value, restore, tensor, out_ptr.dtype.element_ty, S.KIND != "none", S.KIND == "nvfp4", NATIVE)
-    tl.store(out_ptr + batch * out_batch + line[:, None] * out_line + at[None, :] * out_element, result, mask=inside)
+        restore = spread(restore, P, Q, 1, GQ)
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    if NATIVE and S.KIND != "none" and not F.HAS_INF:
+        result = saturated(value * restore * tensor, DTYPE)
+    else:
+        result = restored(value, restore, tensor, DTYPE, S.KIND != "none", OUTER, NATIVE)
+    out = out_ptr + batch * out_batch + line[:, None] * out_line + at[None, :] * out_element
+    if EVEN:
+        tl.store(out, result)
+    else:
+        tl.store(out, result, mask=inside)
 
 
 def dequantize(
@@ -114,7 +147,7 @@ def dequantize(
     axis: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the numbers that codes and scales stand for, in `shape` and `dtype`."""
+    """Return the numbers that codes and scales stand for, in `shape` and `dtype`; without a scale of the tensor it is 1."""
     layout = grouping.known_layout(shape, cast, axis)
     out = torch.empty((layout.batch, layout.rows, layout.columns), dtype=dtype, device=values.device)
     codes = layout.collect(values.view(storage.integer_dtype(cast.element)))
@@ -122,31 +155,55 @@ def dequantize(
     if cast.group.kind != "none":
         whole = cast.group.kind == "tensor"
         groups = scale.reshape(1, 1, 1).expand(layout.batch, 1, 1) if whole else layout.collect(scale)
-    lines, length = layout.lines
-    P, Q = 16, 128
     if out.numel():
-        stride = out.stride()
-        _dequantize_kernel[tiles(layout.batch, lines, length, P, Q)](
-            codes,
-            groups if groups.dtype == torch.float32 else groups.view(torch.uint8),
-            tensor_scale,
-            out,
+        strides = codes.stride()[:2], groups.stride() if groups.dim() == 3 else (0, 0, 0)
+        outer = bool(tensor_scale.numel()) and cast.scaling.kind == "nvfp4"
+        launch = _dequantize_launch(layout, strides, out.stride(), dtype, groups.dtype, out.device, cast, outer)
+        launch(codes, groups, tensor_scale, out)
+    return layout.restore(out)
+
+
+@functools.lru_cache(maxsize=4096)
+def _dequantize_launch(
+    layout: GroupLayout,
+    strides: tuple[tuple[int, ...], tuple[int, ...]],
+    out: tuple[int, ...],
+    dtype: torch.dtype,
+    scales: torch.dtype,
+    device: torch.device,
+    cast: Cast,
+    outer: bool,
+) -> BoundKernel:
+    """Return the kernel for codes and scales with these strides. `dtype`, that of the numbers, is part of the cache key."""
+    (lines, length), (P, Q) = layout.lines, (32, 128)
+    gp, gq = layout.group[0] or lines, layout.group[1] or length
+    return BoundKernel(
+        _dequantize_kernel,
+        tiles(layout.batch, lines, length, P, Q)[0],
+        (
             lines,
             length,
-            *codes.stride()[:2],
-            *(groups.stride() if groups.dim() == 3 else (0, 0, 0)),
-            stride[0],
-            *((stride[2], stride[1]) if layout.along_rows else (stride[1], stride[2])),
-            layout.group[0] or lines,
-            layout.group[1] or length,
-            F=fields(cast.element),
-            S=scaling_fields(cast),
-            E=E4M3,
-            NATIVE=native(out.device),
-            P=P,
-            Q=Q,
-        )
-    return layout.restore(out)
+            *strides[0],
+            *strides[1],
+            out[0],
+            *((out[2], out[1]) if layout.along_rows else (out[1], out[2])),
+            gp,
+            gq,
+        ),
+        {
+            "F": fields(cast.element),
+            "S": scaling_fields(cast),
+            "E": E4M3,
+            "OUTER": outer,
+            "NATIVE": native(device),
+            "EVEN": lines % P == length % Q == 0,
+            "P": P,
+            "Q": Q,
+            "GQ": min(layout.group[1] or Q, Q),
+        },
+        bits=() if scales == torch.float32 else (1,),
+        num_warps=4,
+    )
 
 
 REGISTERS = 80

@@ -111,6 +111,14 @@ def restored(value, restore, tensor, DTYPE: tl.constexpr, SCALED: tl.constexpr, 
 
 
 @triton.jit
+def saturated(product, DTYPE: tl.constexpr):
+    """Return products of finite values or NaN as DTYPE, as `restored` does, by the GPU's own minimum and maximum."""
+    LIMIT: tl.constexpr = 65504.0 if DTYPE == tl.float16 else 2.0**127 * (2.0 - 2.0 ** (-7 if DTYPE == tl.bfloat16 else -23))
+    below = tl.minimum(product, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return tl.maximum(below, -LIMIT, propagate_nan=tl.PropagateNan.ALL).to(DTYPE)
+
+
+@triton.jit
 def scaled_bits(x, multiply, S: tl.constexpr, MEASURE: tl.constexpr):
     """Return the bits of |x * multiply|. With MEASURE, `multiply` comes from the groups of x, and nothing overflows."""
     magnitude = tl.abs(x)
@@ -332,9 +340,7 @@ def tile_values(
     if H.NATIVE and S.KIND == "nvfp4":
         return (value * restore).to(DTYPE)  # at most 6 * 448
     elif H.NATIVE:
-        LIMIT: tl.constexpr = 2.0**127 * (2.0 - 2.0**-7)  # the largest BF16 number
-        result = tl.minimum(value * restore, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        return tl.maximum(result, -LIMIT, propagate_nan=tl.PropagateNan.ALL).to(DTYPE)
+        return saturated(value * restore, DTYPE)
     else:
         return restored(value, restore, 1.0, DTYPE, True, False, H.NATIVE)
 
