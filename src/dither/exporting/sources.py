@@ -1,6 +1,5 @@
 """Models to export or to generate with: of a run, a checkpoint or a Hugging Face folder, with tokenizer, plan and text."""
 
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -137,8 +136,7 @@ def opened(
             model = open_model(found, few_bits=few_bits, device=ranks.device).model
             yield _folder_source(path, model, given, tokenizer, data if text else (), scratch)
             return
-        for why in found.skipped:
-            print(why, file=sys.stderr)
+        found.tell()
         config, where = loads(found.others["config"], f"config of {found.path.name}"), found.path
         notes: list[str] = []
         own: Corpus | None = None

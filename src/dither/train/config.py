@@ -304,12 +304,7 @@ class Precision:
 def _check_snip(precision: Precision, begins: list[int], steps: int, start: int, delay: int) -> None:
     """Raise if SNIP never chooses a plan: it chooses while an entry of the schedule casts all products of a layer.
 
-    Args:
-        precision: The section with the schedule.
-        begins: The first step of each entry.
-        steps: The steps of the run.
-        start: The step of SNIP's first statistics.
-        delay: Steps from statistics to the plan.
+    `begins` has the first step of each entry; SNIP's plans take effect `delay` steps after the statistics of `start`.
     """
     if not precision.schedule:
         return
@@ -570,10 +565,17 @@ class Config:
 
     def _check_effects(self) -> None:
         """Raise if a field differs from its default and has no effect, since another one is missing."""
+        scaled = ("precision.mode='fp16'", self.precision.dtypes.plan.loss_scaling)
+        skips = ("guard.nonfinite='skip'", self.guard.nonfinite == "skip")
         needs = {
             "lora": ("lora.rank", self.lora.rank is not None),
             "snip": ("snip.target", self.snip.target is not None),
-            "loss_scaling": ("precision.mode='fp16'", self.precision.dtypes.plan.loss_scaling),
+            "loss_scaling": scaled,
+            "guard.overflow_share": scaled,
+            "guard.most_skips": skips,
+            "guard.skip_share": skips,
+            "guard.spike_": ("guard.spike", self.guard.spike != "ignore"),
+            "guard.most_rollbacks": ("guard.spike='rollback'", self.guard.spike == "rollback"),
             "optim.decay": ("optim.schedule='wsd'", self.optim.schedule == "wsd"),
             "monitor": ("monitor.every", self.monitor.every > 0),
         }

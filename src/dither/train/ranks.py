@@ -71,11 +71,7 @@ class Verdict:
 class Heartbeat:
     """The heartbeat of one rank.
 
-    Args:
-        store: The store of the process group.
-        rank: The rank of this process.
-        world: The number of ranks.
-        hosted: The store is in the process of rank 0, and ends with it.
+    A hosted store is in the process of rank 0, and ends with it.
     """
 
     def __init__(self, store: Store, rank: int, world: int, *, hosted: bool) -> None:
