@@ -594,11 +594,12 @@ def _bf16_product(
         for codes, casting in ((a, a_casting), (b, b_casting))
     )
     y = torch.mm(left, right.T) if dtype == torch.bfloat16 else torch.mm(left, right.T, out_dtype=torch.float32)
-    scales = [codes.tensor_scale for codes, casting in ((a, a_casting), (b, b_casting)) if casting.held and casting.two_level]
+    scales = [codes.tensor_scale for codes, casting in ((a, a_casting), (b, b_casting)) if casting.two_level]
     if not scales and bias is None:
         return y if y.dtype == dtype else y.to(dtype)  # torch 2.11 compiles a `to` that does nothing to gradients of zero
     result = y.float()
     for scale in scales:
+        assert scale is not None
         result = result * scale
     return (result if bias is None else result + bias.float()).to(dtype)
 
