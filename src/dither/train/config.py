@@ -108,8 +108,9 @@ class Precision:
     mode: Annotated[str, OneOf((AUTO, *MODES))] = AUTO
     """Dtypes of parameters and states: fp32, o1, o2, o2-split, bf16-rn, bf16-sr, bf16-kahan, bf16-24, fp16 or fp16-o2; by
     default o1 (BF16 autocast) on a GPU with BF16 units, fp32 elsewhere, or the mode that the recipe needs."""
-    recipe: Annotated[str, OneOf((*RECIPES, *ALIASES, *MEASURED))] | None = None
-    """Recipe for the casts of linear layers, such as fp8-block, or its alias blockwise; by default no casts."""
+    recipe: Annotated[str, OneOf((AUTO, *RECIPES, *ALIASES, *MEASURED))] | None = None
+    """Recipe for the casts of linear layers, such as fp8-block, or its alias blockwise; by default no casts. With "auto",
+    `dither train` chooses this and related fields as --fast does, and stores its choice."""
     plan: str | None = None
     """Or the file of a plan."""
     schedule: tuple[tuple[int | float, str], ...] = ()
@@ -139,7 +140,7 @@ class Precision:
 
     def __post_init__(self) -> None:
         check("precision", self)
-        if self.recipe is not None:
+        if self.recipe not in (None, AUTO):
             object.__setattr__(self, "recipe", recipe_name(self.recipe))
         if self.mode == AUTO:  # the checks are those of the mode that it becomes
             object.__setattr__(self, "output", self.resolved(bf16=True).output)
@@ -151,7 +152,7 @@ class Precision:
             )
         if self.schedule:
             self._check_schedule()
-        elif self.recipe is not None and self.recipe not in MEASURED:
+        elif self.recipe is not None and self.recipe not in (AUTO, *MEASURED):
             self._check_plan(f"precision.recipe={self.recipe!r}", recipe(self.recipe))
         if self.measured:
             if MODES[self.mode].plan.compute != "bf16":
@@ -225,7 +226,7 @@ class Precision:
     @property
     def entries(self) -> tuple[tuple[int | float, str], ...]:
         """The schedule, or one entry for the recipe or the plan; an empty text means the plan of the mode."""
-        return self.schedule or ((0, self.plan or self.recipe or ""),)
+        return self.schedule or ((0, self.plan or (self.recipe if self.recipe != AUTO else None) or ""),)
 
     @property
     def memory(self) -> MemoryOptions:

@@ -251,7 +251,7 @@ class Batch:
             return
         for number, parts, height in self._large:
             columns = constants[self.pieces[number].constants].unbind()
-            for part, g in zip(parts, grads[number].split(height), strict=True):
+            for part, g in zip(parts, torch.split(grads[number], height), strict=True):
                 self._update(part, g, columns, step)
         numbers, rows = self._small
         if numbers:
