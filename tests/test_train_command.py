@@ -9,7 +9,7 @@ import pytest
 from dither import UserError, cli
 from dither.commands.train import resolve, summary
 from dither.models import open_model
-from dither.tools.gpus import GPUS
+from dither.spec.gpus import GPUS
 from dither.train import config as configs
 from dither.train.config import Config, Precision, describe, dumps
 from dither.train.loop import Outcome

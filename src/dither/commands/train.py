@@ -19,6 +19,7 @@ from dither.data.settings import TOKENS
 from dither.errors import DitherError, UserError
 from dither.models.sizes import CHANGES, Model
 from dither.settings import override, toml
+from dither.spec import registry
 from dither.spec.modes import AUTO
 from dither.train import config as configs
 from dither.train.config import CONFIG, Config
@@ -127,7 +128,8 @@ def _words(
     for option, values in (("--data", data), ("--set", settings)):
         words += [option, *values] * bool(values)
     words += {True: ["--resume"], "auto": ["--resume=auto"], False: []}[resume] + ["--fast"] * fast
-    for option, value in (("--from", start_from), ("--out", out)):
+    plugins = [("--plugin", plugin.path) for plugin in registry.PLUGINS.values()]
+    for option, value in (("--from", start_from), ("--out", out), *plugins):
         words += [] if value is None else [option, value]
     return words
 
@@ -175,6 +177,10 @@ def resolve(
         wanted = [setting for setting in settings if setting.startswith("run.out")]
         folder = Path(override(base, wanted, values).run.out)
         there = os.path.isfile(folder / CONFIG)
+        if there:
+            from dither.train.run_folder import load_plugins
+
+            load_plugins(folder)
         if not there and resume is True and file is None:
             raise UserError(
                 f"There is no run in {str(folder)!r} to resume: start it without --resume, or name its folder with --out."
@@ -211,8 +217,7 @@ def _starting_from(path: Path, base: Config, own: bool) -> Config:
     if found.kind == "folder":
         _check_model(base.model, Model(hf=str(path)), path)
         return _with_tokenizer(replace(base, model=replace(base.model, hf=str(path))), path / TOKENIZER)
-    for why in found.skipped:
-        print(why, file=sys.stderr)
+    found.tell()
     folder = found.run
     if folder is None:
         return replace(base, model=replace(base.model, weights=str(found.path)))

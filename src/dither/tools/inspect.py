@@ -1,7 +1,6 @@
 """Inspect the weights of a saved model: their magnitudes, the effect of casts, and the last updates."""
 
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -109,8 +108,7 @@ def inspect(path: str | Path, casts: Sequence[Cast], stage: Stage = silent) -> I
         return InspectedModel(str(path), None, _all_inspected(weights, casts, stage))
     with stage(f"Reading {path}"):
         where = found.path
-        for why in found.skipped:
-            print(why, file=sys.stderr)
+        found.tell()
         tensors, plain = checkpoint.load(where)
         note, updates = _updates(plain, tensors)
         weights = [each._replace(update=updates.get(each.name)) for each in _of_checkpoint(where, tensors, plain)]
@@ -169,9 +167,9 @@ def _inspected(found: _Weight, casts: Sequence[Cast]) -> InspectedWeight:
 def _sqnr(weight: Tensor, cast: Cast, axis: int) -> float | None:
     amax = weight.abs().amax().float() if cast.scaling.kind == "delayed" else None
     draw = None
-    if cast.round.kind == "stochastic":
+    if cast.round.bits:
         raise UserError(f"{cast} rounds stochastically, and weights are cast only once here: choose a cast to nearest.")
-    stored = implementation("quantize", weight.device, "auto").fake_quantize(weight.float(), cast, axis, draw, amax)
+    stored = implementation("quantize", weight.device, "auto", cast).fake_quantize(weight.float(), cast, axis, draw, amax)
     signal, noise = weight.double().square().sum(), (stored.double() - weight.double()).square().sum()
     ratio = float(signal / noise)
     return 10 * math.log10(ratio) if math.isfinite(ratio) and ratio > 0 else None

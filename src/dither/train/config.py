@@ -6,6 +6,7 @@ The sentence under each field is its documentation and its help on the command l
 import math
 import os
 import re
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -23,11 +24,13 @@ from dither.snip.settings import SnipSettings
 from dither.spec import MemoryOptions, Plan, Sampling
 from dither.spec.modes import AUTO, GRADIENTS, MODES, MOST_NORM, LossScaling, Mode
 from dither.spec.optimizer import BLOCKS, WHOLE
-from dither.spec.recipes import ALIASES, MEASURED, RECIPES, recipe, recipe_name
+from dither.spec.recipes import MEASURED, NAMES, RECIPES, recipe, recipe_name
 from dither.spec.schedule import beginnings, check_name, is_file, split_forward
 
 CONFIG, PLAN, CONVERSION, ENVIRONMENT = "config.toml", "plan.json", "conversion.json", "environment.json"
 """Files within the folder of a run: its config, its first plan, the precision of each layer, and what else it depends on."""
+PLUGINS = "plugins"
+"""Copies of the plugins that the run was started with."""
 PLANS = "plans.json"
 """The plans of a run that cannot be made again from its config alone: those of files, and of fp8-auto."""
 METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
@@ -42,6 +45,9 @@ BITWIDTHS = "bitwidths.json"
 
 SAMPLING_KEY = "precision.sampling"
 """An optional section of its own."""
+
+RECIPE_NAMES: Mapping[str, object] = ChainMap({AUTO: None}, NAMES)  # type: ignore[arg-type]
+"""The values of precision.recipe, those of plugins included."""
 
 Beta = Annotated[float, Within(0, 1, open_above=True)]
 
@@ -108,14 +114,14 @@ class Precision:
     mode: Annotated[str, OneOf((AUTO, *MODES))] = AUTO
     """Dtypes of parameters and states: fp32, o1, o2, o2-split, bf16-rn, bf16-sr, bf16-kahan, bf16-24, fp16 or fp16-o2; by
     default o1 (BF16 autocast) on a GPU with BF16 units, fp32 elsewhere, or the mode that the recipe needs."""
-    recipe: Annotated[str, OneOf((AUTO, *RECIPES, *ALIASES, *MEASURED))] | None = None
+    recipe: Annotated[str, OneOf(RECIPE_NAMES)] | None = None
     """Recipe for the casts of linear layers, such as fp8-block, or its alias blockwise; by default no casts. With "auto",
     `dither train` chooses this and related fields as --fast does, and stores its choice."""
     plan: str | None = None
     """Or the file of a plan."""
     schedule: tuple[tuple[int | float, str], ...] = ()
     """Or plans by step: pairs of a step or share of the run and a recipe, "RECIPE forward" or a file; see docs/precision.md."""
-    output: Annotated[str, OneOf((*RECIPES, *ALIASES))] | None = None
+    output: Annotated[str, OneOf(NAMES)] | None = None
     """Recipe for the casts of the output layer, such as fp8-current; by default it is not cast."""
     states: Annotated[str, OneOf((*WHOLE, *BLOCKS))] | None = None
     """Format of the optimizer's moments, such as dynamic8; by default that of the mode."""
@@ -303,12 +309,7 @@ class Precision:
 def _check_snip(precision: Precision, begins: list[int], steps: int, start: int, delay: int) -> None:
     """Raise if SNIP never chooses a plan: it chooses while an entry of the schedule casts all products of a layer.
 
-    Args:
-        precision: The section with the schedule.
-        begins: The first step of each entry.
-        steps: The steps of the run.
-        start: The step of SNIP's first statistics.
-        delay: Steps from statistics to the plan.
+    `begins` has the first step of each entry; SNIP's plans take effect `delay` steps after the statistics of `start`.
     """
     if not precision.schedule:
         return
