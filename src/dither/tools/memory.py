@@ -18,11 +18,10 @@ from dither.parallel.layout import Layout
 from dither.spec import SWIGLU_CAST, Cast, LayerPrecision, MemoryOptions, did_you_mean
 from dither.spec.engines import container
 from dither.spec.formats import TABLE, Format
+from dither.spec.gpus import GIB as GIB
 from dither.spec.modes import MODES
 from dither.spec.optimizer import BLOCKS, WHOLE
 from dither.spec.recipes import recipe
-
-GIB = 2**30
 
 ALIGNED = 64
 """Alignment of the rows of logits, in numbers, if the vocabulary has an odd size: see `dither.nn.functional`."""
@@ -290,7 +289,7 @@ def code_bytes(cast: Cast, rows: int, columns: int) -> float:
     [1.03125, 1.03125, 0.53125]
     """
     kept: Format = TABLE.get(container(cast)) or Format.parse(container(cast))
-    scale = 4 if cast.scaling.kind in ("fp32", "delayed") else 1
+    scale = 4 if cast.scaling.rule.storage in ("fp32", "delayed") else 1
     size = cast.group.size
     share = {"tensor": rows * columns, "row": columns, "block": size * size, "tile": size}.get(cast.group.kind)
     return kept.bits / 8 + (scale / share if share else 0.0)

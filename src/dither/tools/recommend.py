@@ -4,16 +4,21 @@ Recommendations are based on measurements on an H200 (docs/benchmarks.md), and s
 one GPU; the parts of an estimate of `dither.tools.memory` help to divide a model over several.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import torch
+
 from dither.errors import UserError
 from dither.models import PRESETS
+from dither.nn.linear import slowdown as slowdown_of
+from dither.settings import override, value_at
 from dither.spec import MemoryOptions
-from dither.tools.gpus import Gpu, bf16_slowdown, cpu_here, gpus_here
+from dither.spec.gpus import GIB, Gpu
+from dither.spec.modes import AUTO
 from dither.tools.memory import (
-    GIB,
     Checkpointing,
     MemoryEstimate,
     PrecisionChoice,
@@ -23,7 +28,9 @@ from dither.tools.memory import (
     estimate,
     largest_batch,
     shape_of,
+    shape_of_section,
 )
+from dither.train.config import Config
 
 Risk = Literal["none", "low", "high"]
 
@@ -78,7 +85,7 @@ def recommend(shape: Shape, gpu: Gpu, *, sequence: int = 2048, tokens: int = PAS
         risk: "none" keeps the numerics of mixed precision in BF16 (FP16 if the GPU has no BF16). "low" adds FP8, stochastic
             rounding and 8-bit states; "high" adds FP4 if the GPU has units for it.
 
-    >>> from dither.tools.gpus import GPUS
+    >>> from dither.spec.gpus import GPUS
     >>> from dither.tools.memory import llama_of
     >>> found = recommend(llama_of(3e9), GPUS["h100-80gb"])
     >>> print(found, found.settings)
@@ -207,7 +214,7 @@ LEANER: tuple[Mapping[str, Any], ...] = (
 def fastest(shape: Shape, gpu: Gpu, passes: StepPasses) -> Fastest:
     """Return the fastest settings that fit: formats that were measured on this kind of GPU, and memory options as needed.
 
-    >>> from dither.tools.gpus import GPUS
+    >>> from dither.spec.gpus import GPUS
     >>> from dither.tools.memory import llama_of
     >>> found = fastest(llama_of(1e9), GPUS["h200"], StepPasses(batch=8, sequence=2048))
     >>> dict(found.settings), found.fits
@@ -235,6 +242,49 @@ def fastest(shape: Shape, gpu: Gpu, passes: StepPasses) -> Fastest:
         if fits := found.peak <= gpu.usable:
             break
     return Fastest(chosen, found, fits, tuple(reasons))
+
+
+FAST_FIELDS = (
+    "precision.mode",
+    "precision.recipe",
+    "precision.output",
+    *dict.fromkeys(path for more in LEANER for path in more),
+)
+"""The fields that `fastest` may set."""
+
+
+def fastest_config(config: Config, stored: Config | None = None) -> tuple[Config, list[str]]:
+    """Return a config with the fastest settings for its model on this machine, and lines that say what they are and why.
+
+    Fields that the config sets stay as they are; precision.recipe="auto" counts as not set.
+
+    Args:
+        config: The config of a run.
+        stored: The config of the run that resumes, whose choices are kept.
+    """
+    default = Config()
+    if config.precision.recipe == AUTO:
+        config = replace(config, precision=replace(config.precision, recipe=None))
+    open_fields = [path for path in FAST_FIELDS if value_at(config, path) == value_at(default, path)]
+    if config.precision.plan or config.precision.schedule:
+        open_fields = [path for path in open_fields if path not in ("precision.recipe", "precision.output")]
+    if config.snip.target is not None:
+        open_fields = [path for path in open_fields if path != "precision.output"]
+    if stored is not None:
+        return override(config, values={path: value_at(stored, path) for path in open_fields}), []
+    model, data = config.model, config.data
+    gpu = next(iter(gpus_here() if config.run.device != "cpu" else ()), cpu_here())
+    batch = data.micro_batch or data.batch
+    passes = StepPasses(batch=batch, sequence=data.sequence, number=data.batch // batch)
+    found = fastest(shape_of_section(model, model.vocab), gpu, passes)
+    taken = {path: value for path, value in found.settings.items() if path in open_fields}
+    memory = f"{found.estimate.peak / GIB:.1f} of {gpu.usable / GIB:.1f} GiB{'' if found.fits else ': too much'}"
+    lines = [
+        f"Fast on {gpu.name}: {' '.join(f'{path}={value}' for path, value in taken.items()) or 'nothing to change'}",
+        f"expected memory  {memory}",
+        *(f"why              {reason}" for reason in found.reasons),
+    ]
+    return override(config, values=taken), lines
 
 
 def _setting(chosen: Mapping[str, Any]) -> Setting:
@@ -282,9 +332,21 @@ def advice_for(gpus: Sequence[Gpu], sizes: Mapping[str, Shape], *, slowdown: flo
     return Advice(tuple(rows), tuple(dict.fromkeys(notes)))
 
 
+def gpus_here() -> tuple[Gpu, ...]:
+    """Return the GPUs that torch finds."""
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return tuple(Gpu(each.name, (each.major, each.minor), each.total_memory) for each in found)
+
+
+def cpu_here() -> Gpu:
+    """Return this machine's CPU, with the memory of the machine, or 0 if the system does not say it."""
+    pages = hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names
+    return Gpu("cpu", None, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if pages else 0)
+
+
 def advice_here() -> Advice:
     """Return advice for this machine: for its GPUs, or else for its CPU."""
     if gpus := gpus_here():
         return advice_for(gpus, {name: shape_of(PRESETS[name]) for name in ("llama-134m", "llama-1b", "llama-3b", "llama-8b")})
     sizes = {name: shape_of(PRESETS[name]) for name in ("tiny", "llama-134m")}
-    return advice_for([cpu_here()], sizes, slowdown=bf16_slowdown())
+    return advice_for([cpu_here()], sizes, slowdown=slowdown_of(torch.bfloat16))

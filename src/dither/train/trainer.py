@@ -18,9 +18,9 @@ from dither.checkpoint.state import Resumed, pack, plan_of, unpack
 from dither.data import Batch, Corpus, Loader, held_out
 from dither.errors import UserError
 from dither.evaluate.held_out import Perplexity, batch_losses, evaluating
-from dither.evaluate.samples import PaddedLogits, default_prompt, sample_text
 from dither.models import CausalLM, build, compile_blocks, flops_per_token, hf
 from dither.models.causal import PlainLM
+from dither.models.generation import PaddedLogits, default_prompt, sample_text
 from dither.models.lora import adapt, narrow_base
 from dither.models.open import check_same_base, load_weights, origin_of
 from dither.models.presets import blank, draw_parts
@@ -203,7 +203,9 @@ class Trainer:
         optimizer, passes = self.training.optimizer, self.passes
         for group in optimizer.param_groups:
             group["lr"] = self.lr
-        torch.manual_seed((self._dropout + self.done) % (1 << 63))
+        # On a CPU, torch.manual_seed would also queue the seed for a GPU, with a stack trace: milliseconds, and memory.
+        seed = torch.manual_seed if self.ranks.device.type == "cuda" else torch.default_generator.manual_seed
+        seed((self._dropout + self.done) % (1 << 63))
         released = nullcontext() if optimizer.released is None else optimizer.released.enabling()
         with nullcontext() if self.signals is None else self.signals.abandoned(GRACE), released:
             total = passes.gradients(batch, self.done)
