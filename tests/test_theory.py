@@ -70,13 +70,6 @@ def test_theorem_1_is_a_mean_over_roundings():
         assert abs(mean - float(modified_loss(x.square().sum() / 2, x, x, alpha, bounds.DELTA))) < 4 * error
 
 
-def test_the_mean_path_is_not_that_of_theorem_1():
-    """It is the path without rounding, within the error of the runs; the flow of the modified loss is far outside of it."""
-    found = bounds.mean_path(20_000)
-    assert abs(found.mean - found.unrounded) < 4 * found.error
-    assert abs(found.mean - found.flow) > 20 * found.error
-
-
 def test_bounds_hold_in_simulations_and_the_printed_theorem_3_does_not():
     steps, rates = 12_000, (bounds.DELTA / 8, bounds.DELTA / 4, bounds.DELTA)
     found = bounds.descend(rates, steps, weights=16)
@@ -105,9 +98,3 @@ def test_bounds_hold_in_simulations_and_the_printed_theorem_3_does_not():
 def test_mistakes_are_sentences(wrong, said):
     with pytest.raises(UserError, match=said):
         wrong()
-
-
-def test_the_tables_print(capsys):
-    bounds.print_bounds(bounds.descend(bounds.RATES, 3, weights=2), 3)
-    bounds.print_regularization(100)
-    assert capsys.readouterr().out.count("\n") == 2 + len(bounds.RATES) + 1 + 2 + 3 + 1 + 1
