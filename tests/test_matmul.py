@@ -204,15 +204,6 @@ def test_native_units_are_used_once_they_are_verified(a: str, b: str, verified: 
         assert engine_for(*casts, size, BLACKWELL, verified=verified.split()).name == "bf16"
 
 
-def test_what_no_engine_takes() -> None:
-    """On the CPU everything is multiplied in float32."""
-    for a, b in (("e4m3 tile(8)", "e4m3 block(128)"), ("fp16", "bf16")):
-        casts = [Cast.parse(text) for text in (a, b)]
-        with pytest.raises(UserError, match=r"no matrix units .* multiply 'e4m3 tile\(8\) fp32 nearest' by|'fp16 nearest' by"):
-            engine_for(*casts, SIZE, HOPPER)
-        assert engine_for(*casts, SIZE, None) == Engine("fp32")
-
-
 def test_an_operand_in_float32_is_multiplied_in_float32() -> None:
     assert engine_for(None, Cast.parse("e4m3 block(128)"), SIZE, HOPPER, "fp32") == Engine("fp32")
 

@@ -965,7 +965,7 @@ def test_bad_goals(goal, message):
 def test_estimates_that_are_not_finite_name_their_layer():
     harm = harm_of()
     harm[6][3] = math.nan
-    with pytest.raises(UserError, match="layer 'model.layers.1.mlp.gate_proj' with option 'fp8/fp4/fp4' is nan"):
+    with pytest.raises(UserError, match=r"layer 'model.layers.1.mlp.gate_proj' with option 'fp8/fp4/fp4' is nan"):
         choose(harm, layers(), BOTH, Goal())
 
 
