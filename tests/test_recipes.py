@@ -1,4 +1,4 @@
-"""Recipes: what each of them is, and what it does to a small language model that learns from a module's source."""
+"""Recipes: what each of them is, under each of its names."""
 
 import dataclasses
 import re
@@ -131,8 +131,3 @@ def test_an_alias_is_the_recipe_under_another_name(alias, name):
     assert precision_of(alias) == precision_of(name)
     if alias != "fp8":  # an option of SNIP's own, with the paper's blocks
         assert options(f"bf16,{alias}")[1].precision == options(f"bf16,{name}")[1].precision
-
-
-# A small language model -----------------------------------------------------------------------------------------------
-
-WORDS, WIDTH, CONTEXT, TOKENS, STEPS, RATE = 256, 32, 2, 64, 200, 0.5

@@ -32,7 +32,6 @@ EPSILON = 2.0**-24
 """Half a unit in the last place of float32, relative."""
 
 GAUSS = Sampling()
-FREE = Sampling(beyond="warn")
 
 
 def layer(sampling: Sampling | None = GAUSS, k: int = 70, n: int = 100, *, input: Sampling | None = None, **options) -> Linear:
