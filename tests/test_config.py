@@ -9,16 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sweeps import examples
-from torch import nn
 
-import dither
 from dither import BitwidthLoss, Plan, Sampling, UserError, WeightDecay, cli, recipe
 from dither.data import corpus
 from dither.models import PRESETS
 from dither.models.sizes import Model
 from dither.optim import MODES
 from dither.settings import toml, types_of, value_at
-from dither.snip import Snip, SnipSettings
 from dither.spec.optimizer import BLOCKS
 from dither.train import trainer as trainers
 from dither.train.config import (
@@ -499,20 +496,6 @@ def test_an_impossible_goal_is_an_error_before_the_model_is_built(settings, tmp_
     assert said.startswith("dither: error: In [snip]: ")
     assert IMPOSSIBLE[settings] in said
     assert not (tmp_path / "run").exists()
-
-
-def test_an_impossible_goal_in_a_loop_of_ones_own():
-    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
-    dither.convert(model, "fp8-block")
-    optimizer = dither.optim.AdamW(model.named_parameters())
-    for goal, said in (
-        ({"target": 0.5, "pinned": ("up=fp8",)}, "matches no layer"),
-        ({"target": 0.9, "pinned": ("0=fp8",)}, "the largest feasible one is 0.5"),
-        ({"target": 0.5, "stages": (1, 1, 1, 1)}, "they must cover it exactly"),
-    ):
-        with pytest.raises(UserError, match=said):
-            Snip(dither.Conversion.of(model), optimizer, SnipSettings(**goal))
-    Snip(dither.Conversion.of(model), optimizer, SnipSettings(target=0.5, pinned=("0=fp8",)))
 
 
 @pytest.mark.parametrize(
