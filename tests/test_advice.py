@@ -527,7 +527,7 @@ def test_a_gpu_without_fp8_units_gets_no_casts_and_too_little_memory_is_refused(
         _ = rank(Job(shape=LARGEST, gpu=H100, gpus=8)).best
 
 
-@pytest.mark.parametrize("billions", [1.5, 2, 5, 13, 30, 100, 200, 600])
+@pytest.mark.parametrize("billions", [1.5, 13, 200])
 def test_interpolated_llamas_have_about_the_parameters_asked_for(billions):
     shape = llama3_of(billions * 1e9)
     assert shape.parameters == pytest.approx(billions * 1e9, rel=0.06)
@@ -536,17 +536,14 @@ def test_interpolated_llamas_have_about_the_parameters_asked_for(billions):
 
 # The command ----------------------------------------------------------------------------------------------------------
 
-SHOWS = {
-    "70B": ["--params", "70e9", "--gpus", "64", "--gpu", "h200", "--tokens", "1.4e12", "--price", "2.5"],
-}
+SHOWN = ["--params", "70e9", "--gpus", "64", "--gpu", "h200", "--tokens", "1.4e12", "--price", "2.5"]
 
 
-@pytest.mark.parametrize("name", SHOWS)
-def test_the_outputs_in_the_docs_are_those_of_the_command(name, capsys):
-    assert cli.main(["advise", *SHOWS[name]]) == 0
+def test_the_output_in_the_docs_is_that_of_the_command(capsys):
+    assert cli.main(["advise", *SHOWN]) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 120
-    assert f"$ dither advise {' '.join(SHOWS[name])}\n{text}" in PAGE
+    assert f"$ dither advise {' '.join(SHOWN)}\n{text}" in PAGE
 
 
 def test_json_and_toml(capsys, tmp_path):
@@ -584,15 +581,12 @@ def _section(name: str, values: dict[str, object]) -> str:
         ("--params 7e9 --gpus 0 --gpu h100", "--gpus is a positive integer, not 0."),
         ("--gpus 8 --gpu h100", "Give either --model (a preset or a Hugging Face folder) or --params."),
         ("--params 5 --gpus 8 --gpu h100", "A number of parameters is from 1e6 to 1e13, such as 7e9, not 5."),
-        ("--params nan --gpus 8 --gpu h100", "A number of parameters is from 1e6 to 1e13, such as 7e9, not nan."),
         ("--params 7e9 --gpus 8 --gpu h100 --price 2", "--price gives a cost together with --tokens: give both."),
-        ("--params 7e9 --gpus 8 --gpu h100 --tokens -1", "--tokens is a positive number, not -1."),
         ("--params 7e9 --gpus 8 --gpu h100 --network 0", "A network has a positive number of Gbit/s per GPU"),
         ("--params 7e9 --gpus 8 --gpu h100 --batch-tokens 9", "A step has at least one sequence of 8192 tokens, not 9 tokens."),
         ("--params 7e9 --gpus 512 --gpu h100 --batch-tokens 8192", "No layout of 512 GPUs divides a step of 8192 tokens"),
         ("--model EMPTY --gpus 8 --gpu h100", "has no config.json: give the folder of a Hugging Face model, or a preset."),
         ("--params 7e9 --gpus 8 --gpu h100 --toml EMPTY", "exists already: choose another name for --toml."),
-        ("--params 7e9 --gpus 1 --gpu h200 --toml EMPTY/no/run.toml", "cannot be written: No such file or directory."),
         ("--params 405e9 --gpus 8 --gpu h100", "No layout fits on 8 H100-80GB"),
     ],
 )
