@@ -9,7 +9,6 @@ from torch import nn
 import dither
 from dither import Cast, LayerPrecision, Plan, UserError
 from dither.evaluate.deployment import deploy, deploy_blocks, plan_from_bitwidths, weight_cast
-from dither.evaluate.held_out import replaced
 from dither.nn.bitwidths import bitwidth_range, effective_precision
 from dither.spec import Sampling
 from dither.spec.bitwidths import VARIANCE, capacity, deployable
@@ -113,7 +112,7 @@ def test_a_quantile_that_a_block_meets_exactly():
     assert plan.for_layer("0").weight.format == "e3m2"
 
 
-@pytest.mark.parametrize("granularity", ["block(32)", "block(128)", "tensor", "row"])
+@pytest.mark.parametrize("granularity", ["block(128)", "row"])
 def test_granularities(granularity):
     cast = plan_from_bitwidths(learned(), granularity=granularity, quantile=0.95).for_layer("0").weight
     assert cast == Cast("e4m3", granularity, "fp32")
@@ -133,12 +132,6 @@ def test_the_rule_of_noise(noise):
         }
         chosen = plan_from_bitwidths(model, rule="noise").for_layer("0").weight.format
         assert chosen == next(name for name, error in errors.items() if error <= allowed)
-
-
-def test_the_rule_of_noise_goes_further_than_the_table():
-    model = learned(torch.full((2, 3), 4.0))
-    assert plan_from_bitwidths(model).for_layer("0").weight.format == "e3m2"
-    assert plan_from_bitwidths(model, rule="noise").for_layer("0").weight.format == "e2m1"
 
 
 # Deployment
@@ -333,36 +326,6 @@ def test_the_predicted_rise_is_the_measured_one():
     assert math.hypot(deviation, targets.deviation) < 0.03 * rise  # so that the line above says something
 
 
-def test_targets_of_a_deep_model():
-    """Three layers with bends between them: the rise is quadratic only to first order, and noise of layers still adds up."""
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 8))
-    teacher = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 8))
-    x = torch.randn(512, 64)
-    with torch.no_grad():
-        y = teacher(x) * 3
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    for _ in range(60):
-        optimizer.zero_grad()
-        (model(x) - y).square().mean().backward()
-        optimizer.step()
-    batches = [(x[:256], y[:256]), (x[256:], y[256:])]
-
-    def loss(model, batch):
-        return (model(batch[0]) - batch[1]).square().mean()
-
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    targets = choose_targets(model, loss, batches, tolerance=0.02, draws=16)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    rise, deviation = measure_rise(model, loss, batches, {layer.name: layer.b_target for layer in targets.layers}, draws=64)
-    assert abs(rise - targets.rise) <= 5 * math.hypot(deviation, targets.deviation)
-    assert math.hypot(deviation, targets.deviation) < 0.06 * rise
-    assert targets == choose_targets(model, loss, batches, tolerance=0.02, draws=16)
-    # As many bits, but the same for all layers, raise the loss by more.
-    alike, _ = measure_rise(model, loss, batches, {layer.name: targets.mean for layer in targets.layers}, draws=64)
-    assert alike > 1.1 * rise
-
-
 def test_targets_become_a_plan():
     model = Sum(64.0)
     targets = choose_targets(model, Sum.loss, [0], tolerance=0.01, formats=("e2m1", "e3m2", "e4m3", "bf16"))
@@ -397,11 +360,3 @@ def test_limits_headroom_and_a_mean():
     assert choose_targets(model, Sum.loss, [0], tolerance=1.0, low=3.0).layers[0].b_target == 3.0
     assert [layer.name for layer in choose_targets(model, Sum.loss, [0], only="b").layers] == ["b"]
     assert [layer.name for layer in choose_targets(model, Sum.loss, [0], skip="b").layers] == ["a"]
-
-
-def test_replaced_gives_back_what_it_took():
-    model = learned()
-    old = model[0].weight.data_ptr()
-    with replaced(model, {"0.weight": torch.zeros(40, 70)}):
-        assert not model[0].weight.any()
-    assert model[0].weight.data_ptr() == old

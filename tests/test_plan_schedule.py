@@ -75,18 +75,13 @@ def test_a_file_and_what_stays_of_the_first_entry(tmp_path):
 MISTAKES = [
     ([], "is a list of entries"),
     ("fp8-block", "is a list of entries"),
-    ([0, "fp8-block"], "An entry of a schedule is a step or share and a plan"),
     ([(0, "fp8-block", "backward")], "An entry of a schedule is a step or share and a plan"),
-    ([(0, 3)], "An entry of a schedule is a step or share and a plan"),
     ([(1, "fp8-block")], "The first entry of a schedule begins at 0, not at 1"),
     ([(0, "fp8-block"), (5, "bf16"), (5, "fp4-block")], "entries of a schedule ascend: the one at 5 begins at step 5"),
-    ([(0, "fp8-block"), (0.5, "bf16"), (0.001, "fp4-block")], "ascend: the one at 0.001 begins at step 0"),
     ([(0, "fp8-block"), (1.5, "bf16")], "a float from 0.0 to 1.0, not at 1.5"),
     ([(0, "fp8-block"), (-3, "bf16")], "an integer from 0 on, or at a share"),
-    ([(0, "fp8-block"), (True, "bf16")], "not at True"),
     ([(0, "fp8-block"), (float("nan"), "bf16")], "not at nan"),
     ([(0, "fp8-block"), (100, "bf16")], "begins at step 100, and the last of 100 steps is 99"),
-    ([(0, "fp8-block"), (1.0, "bf16")], "begins at step 100, and the last of 100 steps is 99"),
     ([(0, "fp8-blok")], r"no recipe 'fp8-blok' \(did you mean 'fp8-block'\?\)"),
     ([(0, "fp8-block"), (5, "missing.json")], "The plan 'missing.json' cannot be read"),
     ([(0, "fp8-block forward")], "The first entry of a schedule sets all products"),
@@ -217,14 +212,6 @@ def test_a_plan_that_the_gpu_cannot_run_is_refused_by_layer_before_training(monk
     optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(UserError, match="The layer 'up', forward product: no matrix units"):
         Snip(dither.Conversion.of(model), optimizer, SnipSettings(target=0.5), options=[LayerPrecision(), odd])
-
-
-def test_a_plan_for_another_model_is_refused_before_training():
-    model = Net()
-    dither.convert(model, "bf16")
-    schedule = PlanSchedule([(0, "bf16"), (5, Plan(layers=(("left", FP8),), compute="bf16"))])
-    with pytest.raises(UserError, match="rule 'left' matches no converted layer"):
-        dither.Conversion.of(model).prepare(schedule)
 
 
 def test_a_sampling_that_the_optimizer_does_not_know():
