@@ -39,53 +39,6 @@ SMALL = {name: shape_of(PRESETS[name]) for name in ("tiny", "llama-134m")}
 SIZES = {"134M": 134e6, "1B": 1.2e9, "3B": 3e9, "8B": 8e9, "13B": 13e9, "70B": 70e9}
 
 
-def guide(gpu: str, billions: float, risk: str, experience: str) -> str:
-    """The guide's recommend_training_precision, as it stands there."""
-    if gpu in ("V100", "T4"):
-        return "FP16 mixed"
-    if gpu == "A100":
-        return "BF16 mixed"
-    if gpu in ("H100", "H200"):
-        if risk == "zero":
-            return "BF16 mixed"
-        return "FP8 (TE)" if billions >= 13 and experience == "advanced" else "BF16 mixed"
-    if gpu in ("B200", "B100"):
-        if experience == "advanced" and billions >= 70:
-            return "FP4 experimental"
-        return "FP8 (TE)" if billions >= 13 else "BF16 mixed"
-    return "BF16 mixed"
-
-
-def kind(found) -> str:
-    """A recommendation in the guide's words."""
-    if found.choice.recipe is not None:
-        return "FP4 experimental" if "fp4" in found.choice.recipe else "FP8 (TE)"
-    return {"fp16": "FP16 mixed", "fp32": "FP32"}.get(found.choice.mode, "BF16 mixed")
-
-
-def roomy(name: str) -> Gpu:
-    """A GPU of a kind with memory for everything, so that only its units decide."""
-    return Gpu(name, GPUS[name.lower()].capability, 10_000 * GIB)
-
-
-def test_where_recommendations_differ_from_the_guides_and_nowhere_else():
-    """docs/memory.md says why: FP8 from 1B on, whoever trains, and FP4 only for those who ask for it."""
-    names = {"V100": "V100-32GB", "T4": "T4", "A100": "A100-80GB", "H100": "H100-80GB", "H200": "H200", "B200": "B200"}
-    for gpu, ours in names.items():
-        for size, count in SIZES.items():
-            shape = llama_of(count)
-            assert kind(recommend(shape, roomy(ours), risk="none")) == guide(gpu, count / 1e9, "zero", "new") or gpu == "B200"
-            mine = kind(recommend(shape, roomy(ours)))
-            for experience in ("new", "advanced"):
-                theirs = guide(gpu, count / 1e9, "some", experience)
-                if gpu in ("H100", "H200", "B200") and size != "134M":
-                    assert mine == "FP8 (TE)", (gpu, size)
-                else:
-                    assert mine == theirs, (gpu, size, experience)
-    assert kind(recommend(llama_of(70e9), roomy("B200"), risk="high")) == guide("B200", 70, "some", "advanced")
-    assert kind(recommend(llama_of(70e9), roomy("H100-80GB"), risk="high")) == "FP8 (TE)"  # no units for FP4
-
-
 @pytest.mark.sampled(cover=1)
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=lambda gpu: gpu.name)
 @pytest.mark.parametrize("risk", ["none", "low", "high"])

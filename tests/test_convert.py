@@ -565,20 +565,6 @@ def conversion(run: Config, out):
         return Trainer(run, open_corpus(run.data, out), ranks).conversion
 
 
-@pytest.mark.parametrize(
-    ("capability", "engine", "int8"),
-    [((7, 0), "fp16-group", "fp16"), ((9, 0), "fp8", "int8")],
-)
-def test_engines_of_the_trainer(monkeypatch, folder, tmp_path, capability, engine, int8):
-    monkeypatch.setattr(backend, "capability_of", lambda device: capability)
-    for name, expected in (("fp8-block", engine), ("int8-row", int8)):
-        record = conversion(settings(folder, tmp_path, f"precision.recipe={name}"), tmp_path)
-        # 32 tokens, which a weight gradient sums over, are a multiple of 16 like the sizes of the model.
-        assert {layer.engines for layer in record.layers} == {(expected,) * 3}
-    record = conversion(settings(folder, tmp_path, "precision.recipe=fp8-block", "precision.emulate=true"), tmp_path)
-    assert {layer.engines for layer in record.layers} == {("fp32",) * 3}
-
-
 def test_what_the_trainer_refuses_and_what_it_falls_back_to(monkeypatch, folder, tmp_path):
     monkeypatch.setattr(backend, "capability_of", lambda device: (8, 0))
     given = [f'precision.plan="{folder}/plan.json"']

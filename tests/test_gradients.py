@@ -49,27 +49,12 @@ def normed() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 1))
 
 
-@pytest.mark.parametrize("mode", ["o2", "bf16-sr"])
-def test_a_model_with_batch_norm_trains(mode: str) -> None:
-    run = training(normed(), mode, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
-    x = torch.randn(32, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
-    losses = []
-    for _ in range(25):
-        with run.forward():
-            loss = (run.model(x) - x[:, :1]).float().square().mean()
-        run.backward(loss)
-        run.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.3 * losses[0], losses
-    norm = run.model[1]
-    assert {each.dtype for each in (*norm.parameters(), norm.running_mean, norm.running_var)} == {torch.float32}
-
-
 def test_o2_keeps_norms_in_float32() -> None:
     run = training(normed(), "o2", lr=1e-2, betas=(0.9, 0.95))
     dtypes = {name: parameter.dtype for name, parameter in run.model.named_parameters()}
     wide, narrow = torch.float32, torch.bfloat16
     assert dtypes == {f"{i}.{kind}": wide if i in (1, 3) else narrow for i in range(5) for kind in ("weight", "bias")}
+    assert (run.model[1].running_mean.dtype, run.model[1].running_var.dtype) == (wide, wide)
     with run.forward():
         assert run.model(torch.randn(4, 8).bfloat16()).dtype == narrow
 
@@ -205,34 +190,6 @@ def test_sampled_weights_hand_their_gradients_on(mode: str) -> None:
     assert not torch.equal(found, found.bfloat16().float())
     assert of_bitwidth.dtype == torch.float32
     run.step()
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = normed()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for part in self.parts:
-            x = part(x)
-        return x
-
-
-def test_compiled_blocks_give_the_gradients_of_eager_ones() -> None:
-    def gradients(compiled: bool) -> list[Tensor]:
-        run = training(Block(), "o2", lr=1e-2)
-        if compiled:
-            run.model.compile(backend="aot_eager", fullgraph=True)
-        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
-        for _ in range(2):
-            with run.forward():
-                loss = run.model(x).float().square().sum()
-            run.backward(loss)
-        return [parameter.grad for parameter in run.model.parameters()]
-
-    for eager, compiled in zip(gradients(False), gradients(True), strict=True):
-        assert compiled.dtype == torch.float32
-        torch.testing.assert_close(compiled, eager, rtol=0.05, atol=0.02)  # bfloat16 products, rounded at other places
 
 
 def test_a_model_is_freed_with_its_training() -> None:

@@ -22,7 +22,6 @@ from dither.nn import FrozenLinear, functional
 from dither.nn.functional import State
 from dither.nn.linear import Linear
 from dither.nn.step import step_context
-from dither.ops import backend as devices
 from dither.ops.reference import quantize
 from dither.spec import LayerPrecision
 
@@ -618,28 +617,6 @@ def test_checkpointing_computes_the_same_bits_again(name: str, reentrant: bool) 
     assert same(train(plain, plain, 3, 2), train(saved, call, 3, 2))
 
 
-@pytest.mark.parametrize(("name", "share"), [("fp8-block", 0.52), ("fp8-row", 0.52), ("fp4-block", 0.27), ("mxfp4", 0.27)])
-def test_what_waits_for_backward_is_quantized(name: str, share: float) -> None:
-    """One byte an element (half a byte in FP4) and scales, where nn.Linear keeps the bfloat16 input and weight."""
-    x, w, _, _ = data(256, 128, 128)
-
-    def saved_bytes(layer: nn.Module) -> int:
-        storages: dict[int, int] = {}
-
-        def note(t: Tensor) -> Tensor:
-            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-            return t
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t), torch.autocast("cpu", torch.bfloat16):
-            layer(x.bfloat16().requires_grad_())
-        return sum(storages.values())
-
-    plain = nn.Linear(128, 128, bias=False)
-    assert saved_bytes(plain) >= (256 + 128) * 128 * 2
-    layer = layer_of(precision(name), w)
-    assert saved_bytes(layer) <= share * saved_bytes(plain)
-
-
 # The module ------------------------------------------------------------------------------------------------------------
 
 
@@ -679,25 +656,6 @@ def test_what_cannot_be_adopted_says_so() -> None:
         Linear.adopt(Linear(4, 4), LayerPrecision(), name="head")
     with pytest.raises(UserError, match="takes a LayerPrecision, not 'fp8'"):
         Linear(4, 4, precision="fp8")
-
-
-def test_engines_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "capability_of", lambda device: (9, 0))
-    layer = Linear(256, 128, precision=precision("fp4-block"), name="up")
-    assert layer.engines("cuda") == dict.fromkeys(["forward", "input_grad", "weight_grad"], "fp8-container")
-    layer.set_precision(LayerPrecision.of("e4m3 tile(128)", "e4m3 block(128)", "mxfp8", {"weight_grad": "bf16"}))
-    assert layer.engines("cuda") == {"forward": "fp8", "input_grad": "bf16-group", "weight_grad": "torch"}
-    layer.set_precision(LayerPrecision.of("e4m3 tile(128)", "e4m3 block(128)", "e4m3 tile(8)"))
-    with pytest.raises(UserError, match="The layer 'up', input grad product: no matrix units"):
-        layer.engines("cuda")
-    odd = Linear(256, 130, precision=precision("fp8-row"), name="odd")
-    assert odd.engines("cuda") == {"forward": "bf16", "input_grad": "bf16", "weight_grad": "fp8"}
-    emulated = Linear(256, 130, precision=precision("fp8-row"), emulate=True)
-    assert set(emulated.engines("cuda").values()) == {"fp32"}
-    verified = Linear(256, 128, precision=precision("mxfp8"), verified=["mxfp8"])
-    # 16 tokens, which the weight gradient sums over, are too few for units that scale groups of 32.
-    assert verified.engines("cuda") == {"forward": "mxfp8", "input_grad": "mxfp8", "weight_grad": "bf16"}
-    assert set(verified.engines("cuda", tokens=64).values()) == {"mxfp8"}
 
 
 def test_a_delayed_operand_beside_an_override_keeps_its_history() -> None:

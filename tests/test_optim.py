@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import dither
 from dither import UserError
-from dither.optim import MODES, AdamW, NonFiniteError, training
-from dither.optim.training import Float32Products, parameter_dtype
+from dither.optim import AdamW, NonFiniteError, training
+from dither.optim.training import Float32Products
 from dither.spec.optimizer import BLOCKS, WHOLE
 
 KINDS = [
@@ -53,20 +52,6 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 # Reproducing ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps", [20, pytest.param(1000, marks=pytest.mark.exhaustive)])
-def test_two_replicas_never_differ_in_a_bit(steps: int) -> None:
-    nets = [nn.Linear(8, 4, bias=False).to(torch.bfloat16) for _ in range(2)]
-    nets[1].load_state_dict(nets[0].state_dict())
-    optimizers = [AdamW(net.named_parameters(), lr=1e-2) for net in nets]
-    for step in range(steps):
-        torch.rand(step % 3)  # torch's generators play no part
-        for net, optimizer in zip(nets, optimizers, strict=True):
-            gradients(net, step)
-            optimizer.step()
-    assert same(bits(nets[0], optimizers[0]), bits(nets[1], optimizers[1]))
-    assert int(optimizers[0].steps) == steps
-
-
 def test_name_seed_and_step_choose_the_random_bits() -> None:
     def weight(name: str, seed: int, before: int) -> Tensor:
         w = torch.ones(64, 64, dtype=torch.bfloat16, requires_grad=True)
@@ -80,21 +65,6 @@ def test_name_seed_and_step_choose_the_random_bits() -> None:
     assert torch.equal(first, weight("a", 0, 0))
     for other in (weight("b", 0, 0), weight("a", 1, 0), weight("a", 0, 1)):
         assert not torch.equal(first, other)
-
-
-def test_a_state_that_was_loaded_is_a_copy() -> None:
-    net = model()
-    optimizer = AdamW(net.named_parameters(), lr=1e-2)
-    train(net, optimizer, range(2))
-    saved = optimizer.state_dict()
-    before = {k: t.clone() for k, t in saved["state"][0].items()}
-    copied = model()
-    other = AdamW(copied.named_parameters(), lr=1e-2)
-    other.load_state_dict(saved)
-    train(copied, other, range(2, 4))
-    assert all(torch.equal(before[key], t) for key, t in saved["state"][0].items())
-    train(net, optimizer, range(2, 4))
-    assert int(saved["state"][0]["step"]) == 2  # tensors of a state are the optimizer's own, as torch's are; counts are not
 
 
 # Groups ---------------------------------------------------------------------------------------------------------------
@@ -205,19 +175,6 @@ def test_policies_for_gradients_that_are_not_finite(kind: dict[str, object], val
     others = torch.ones_like(net[2].weight, dtype=torch.bool)
     others[3, 7] = False
     assert net[2].weight[others].isfinite().all()  # its neighbours are another matter at the next step, if they share a scale
-
-
-def test_after_a_skipped_step_the_run_is_as_if_it_had_not_been() -> None:
-    clean, troubled = model(), model()
-    optimizers = [AdamW(net.named_parameters(), lr=1e-2, nonfinite="skip") for net in (clean, troubled)]
-    train(clean, optimizers[0], range(4))
-    train(troubled, optimizers[1], range(2))
-    gradients(troubled, 99)
-    troubled[0].bias.grad[0] = torch.inf
-    optimizers[1].step()
-    train(troubled, optimizers[1], range(2, 4))
-    assert same(bits(clean, optimizers[0])[:-1], bits(troubled, optimizers[1])[:-1])
-    assert optimizers[1].state_dict()["param_groups"][0]["skipped"] == 1
 
 
 def test_huge_gradients_are_finite() -> None:
@@ -360,43 +317,6 @@ def test_a_state_of_another_model() -> None:
     del saved["state"][0]["exp_avg"]
     with pytest.raises(UserError, match=r"state of 0\.weight has exp_avg_sq, step"):
         optimizer.load_state_dict(saved)
-
-
-# Modes ----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.sampled(only=["fp32", "o2-split", "bf16-sr", "bf16-kahan", "fp16"])
-@pytest.mark.parametrize("mode", MODES)
-def test_every_mode_trains_and_resumes(mode: str) -> None:
-    """A small regression loses most of its loss; a run that is loaded goes on as the one it came from, loss scale included."""
-
-    def start() -> tuple[dither.optim.Training, Tensor]:
-        net = model(torch.float32)
-        run = dither.optim.training(net, mode, lr=1e-2, weight_decay=0.0)
-        return run, torch.randn(16, 24, generator=torch.Generator().manual_seed(5)).to(parameter_dtype(MODES[mode]))
-
-    def step(run: dither.optim.Training, x: Tensor) -> float:
-        with run.forward():
-            loss = (run.model(x).float() - x[:, :8].float()).square().mean()
-        run.backward(loss)
-        run.step()
-        return loss.item()
-
-    run, x = start()
-    losses = [step(run, x) for _ in range(30)]
-    assert losses[-1] < 0.3 * losses[0], losses
-    wide = {torch.float32} if MODES[mode].plan.master else set()  # norms
-    assert {p.dtype for p in run.model.parameters()} == {parameter_dtype(MODES[mode])} | wide
-    assert all(p.grad is None for p in run.model.parameters())
-    if MODES[mode].plan.loss_scaling:
-        run.scaler.update(1024.0)
-
-    other, _ = start()
-    other.model.load_state_dict(run.model.state_dict())
-    other.load_state_dict(run.state_dict())
-    assert other.scaler.get_scale() == run.scaler.get_scale()
-    assert [step(run, x) for _ in range(3)] == [step(other, x) for _ in range(3)]
-    assert same(bits(run.model, run.optimizer), bits(other.model, other.optimizer))
 
 
 # 16-bit products on a CPU ----------------------------------------------------------------------------------------------

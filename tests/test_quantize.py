@@ -441,23 +441,6 @@ def test_an_element_draws_the_same_bits_whichever_axis_is_quantized():
         assert same_bits(dither.fake_quantize(x, "e2m1 tile(4) pow2 stochastic(16)", axis=axis, stream=STREAM), unscaled)
 
 
-@pytest.mark.sampled(only=["e4m3 tile(16) fp32 stochastic(16)", "nvfp4 stochastic(16)"])
-@pytest.mark.parametrize("cast", ["mxfp4 stochastic(16)", "nvfp4 stochastic(16)", "e4m3 tile(16) fp32 stochastic(16)"])
-def test_stochastic_casts_are_unbiased(cast):
-    # No clipping, so the mean over steps approaches the input: within 6 standard errors, where a step's error is below
-    # one spacing and so has a variance of at most a quarter of its square.
-    x = numbers((4, 32), 3)
-    steps = 400
-    mean = torch.stack([dither.fake_quantize(x, cast, stream=STREAM, step=s).double() for s in range(steps)]).mean(0)
-    q = dither.quantize(x, cast, stream=STREAM)
-    n = q.cast.group.size
-    scale = loaded_scale(q.scale).double().repeat_interleave(n, 1) * (
-        1.0 if q.tensor_scale is None else q.tensor_scale.double()
-    )
-    spacing = torch.tensor([[q.cast.element.spacing(v) for v in row] for row in (x.double() / scale).tolist()]) * scale
-    assert ((mean - x.double()).abs() <= 6 * spacing / 2 / math.sqrt(steps) + 1e-6 * x.abs()).all()
-
-
 # Both layouts at once -------------------------------------------------------------------------------------------------
 
 
@@ -551,7 +534,7 @@ def fused(a: np.ndarray, b: np.float32, c: np.ndarray) -> np.ndarray:
     return result
 
 
-@pytest.mark.sampled(only=["e4m3", "e2m1", "int8", "e4m10"])
+@pytest.mark.sampled(only=["e4m3"])
 @pytest.mark.parametrize("name", ["e4m3", "e5m2", "e3m4", "e3m2", "e2m3", "e2m1", "int8", "int4", "fp16", "e4m10", "e5m6"])
 def test_one_correction_of_a_product_with_the_inverse_is_the_rounded_quotient(name: str) -> None:
     divisor = np.float32(Format.parse(name).max)

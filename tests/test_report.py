@@ -24,7 +24,6 @@ from dither.report.charts import format_colour
 from dither.report.comparison import Comparison
 from dither.report.figures import number_line
 from dither.report.page import Section
-from dither.report.run_table import summarize
 from dither.spec.formats import TABLE, Format
 from dither.spec.recipes import recipe
 
@@ -650,15 +649,6 @@ def test_memory_and_time_by_part(tmp_path):
     found = report.Report([report.read(make(tmp_path / "run", entries))]).charts
     assert found["run-0-parts-0"].parts == (("weights", 4096.0, "4 KiB"), ("optimizer states", 8192.0, "8 KiB"))
     assert found["run-0-parts-1"].parts == (("training", 15.5, "15.5 s"), ("evaluation", 3.0, "3 s"))
-
-
-def test_how_a_run_ended(tmp_path):
-    told = {"running": "running", "stopped": "stopped by the guard", "interrupted": "interrupted by a signal"}
-    for state, words in told.items():
-        run = report.read(make(tmp_path / state, status_json=json.dumps({"state": state, "step": 7, "why": ""})))
-        assert summarize(run).state == state
-        assert f"{words} after 40 steps" in Section(run).lead
-    assert summarize(report.read(make(tmp_path / "end", status_json=None))).state == "done"
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):

@@ -119,26 +119,6 @@ def test_a_choice_for_other_weights_is_not_kept():
         assert again._chosen is keeps, given
 
 
-@pytest.mark.parametrize(("given", "chosen"), [({"power": 1}, {0}), ({}, {1, 2}), ({"power": 2}, {1, 2})])
-def test_squares_of_divergences_are_added_up_unless_told_otherwise(given, chosen):
-    """One layer that costs 3, or two that cost 2 each and are half as large: 3 < 2 + 2, and 9 > 4 + 4."""
-    model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 16), nn.Linear(16, 64))
-    dither.convert(model, "fp8-block")
-
-    def estimate(model, batches, optimizer, options, *, stream, step, **how):
-        sizes = {"0": (64, 32), "1": (16, 64), "2": (64, 16)}
-        layers = tuple(LayerStatistics(name, 32, *size, {}, {}, {}, 1.0) for name, size in sizes.items())
-        rows = tuple(tuple(cost * option.name.count("fp4") for option in options) for cost in (3.0, 2.0, 2.0))
-        zeros = tuple((0.0,) * len(options) for _ in rows)
-        return Scores(step, "fake", tuple(sizes), tuple(o.name for o in options), rows, zeros, Statistics(step, 1.0, layers))
-
-    settings = SnipSettings(target=0.5, start=3, delay=4, **given)
-    snip = Snip(dither.Conversion.of(model), None, settings, score=estimate)
-    decision = train(snip, range(8))[7]
-    assert narrow(model) == {str(n) for n in chosen}
-    assert decision.plan.provenance["power"] == given.get("power", 2.0)
-
-
 def test_a_delay_of_none_acts_at_once():
     assert list(train(make(delay=0), range(5))) == [3]
 

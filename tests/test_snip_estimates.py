@@ -10,13 +10,11 @@ from itertools import chain, product
 import pytest
 import torch
 import torch.distributed as dist
-from lazily import Lazy
 from torch import Tensor, nn
 from worlds import ranks
 
 import dither
 from dither import LayerPrecision, Plan, Sampling, Stream, UserError, convert, recipe
-from dither.models import PRESETS, Llama
 from dither.ops.ranks import Shard
 from dither.optim import AdamW
 from dither.snip import (
@@ -566,8 +564,6 @@ def test_every_probe_scores_every_optimizer(kind, probe):
 # Estimates within a budget ---------------------------------------------------------------------------------------------
 
 
-stats = Lazy("scipy.stats")
-
 LEVELS = options("fp8,fp4")
 
 
@@ -587,20 +583,6 @@ def small():
 
 def loss_of(model, x):
     return (model(x) - x).square().mean()
-
-
-def trained_by(steps=20, lr=1e-3):
-    """A tiny Llama that has begun to learn a text by heart, its optimizer and the text."""
-    model = Llama(PRESETS["tiny"], generator=torch.Generator().manual_seed(0))
-    dither.convert(model, "bf16")
-    optimizer = dither.optim.AdamW(model.named_parameters(), lr=lr)
-    text = torch.randint(256, (4, 33), generator=torch.Generator().manual_seed(1))
-    batch = text[:, :-1], text[:, 1:]
-    for _ in range(steps):
-        model(*batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, optimizer, batch
 
 
 def timeless(scores):
@@ -666,24 +648,6 @@ def test_spread_estimates_continue_after_a_resume():
     other.load_state_dict(state)
     assert "for other options" in said[0]
     assert other.state_dict()["begun"] is None
-
-
-@pytest.mark.exhaustive
-def test_all_layers_at_once_rank_as_one_at_a_time():
-    model, optimizer, batch = trained_by()
-    how = {"stream": Stream(0, "snip", "")}
-    measured = score(model, [batch], optimizer, LEVELS, **how)
-    joint = score(model, [batch], optimizer, LEVELS, probe="joint", **how)
-    assert (measured.passes, joint.passes) == (1 + 3 * 14, 3)
-    assert joint.statistics == measured.statistics
-    ratios = torch.tensor(joint.weights) / torch.tensor(measured.weights)
-    agreement = stats.spearmanr(torch.tensor(joint.weights).ravel(), torch.tensor(measured.weights).ravel()).statistic
-    assert agreement > 0.98
-    assert 0.8 < float(ratios.median()) < 1.3
-    for place, option in enumerate(LEVELS):  # each operand ranks layers on its own
-        if option.name.count("fp4") == 1:
-            column = [[row[place] for row in scores.weights] for scores in (joint, measured)]
-            assert stats.spearmanr(*column).statistic > 0.85, option.name
 
 
 def test_some_rows_stand_for_all():
@@ -881,17 +845,6 @@ def harm_of(blocks=3):
     ]
 
 
-def test_choose_finds_the_best_of_all_choices():
-    few, harm = layers(1), harm_of(1)
-    shares = efficiency(few, BOTH)
-    for target in (0, 0.3, 0.5, 0.75, 1):
-        found = choose(harm, few, BOTH, Goal(target=target))
-        every = itertools.product(range(8), repeat=4)
-        best = min(chosen(harm, choice) for choice in every if chosen(shares, choice) >= target - 1e-9)
-        assert found.harm == pytest.approx(best)
-        assert found.efficiency >= target - 1e-9
-
-
 def test_stages_by_share_and_by_the_slowest():
     many, harm = layers(22), harm_of(22)
     stages = (6, 6, 6, 4)
@@ -1044,7 +997,7 @@ def test_a_level_with_overrides_is_an_option_of_its_own():
     assert options(["fp8", by_hand])[-1].name == "e4m3|bf16/e4m3/e4m3|bf16"
     assert {cast.format for cast in casts_of(given)["weight"]} == {"e4m3", "e2m1"}
     assert choice_of(["a"], given, Plan(default=RECIPES["fp4-forward"].plan.default)) == (8,)
-    assert choice_of(["a"], given, Plan(default=RECIPES["fp4-fp8grad"].plan.default)) is None
+    assert choice_of(["a"], options("fp8,fp4-forward"), Plan(default=RECIPES["fp4-fp8grad"].plan.default)) is None
 
 
 def test_a_product_counts_by_its_own_operands():

@@ -142,9 +142,6 @@ def test_maximize_is_the_negated_gradient(make: Callable[..., AdamW]) -> None:
 
 
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
-    "step": lambda o: schedules.StepLR(o, step_size=3, gamma=0.5),
-    "linear": lambda o: schedules.LinearLR(o, total_iters=5),
-    "exponential": lambda o: schedules.ExponentialLR(o, gamma=0.9),
     "cosine": lambda o: schedules.CosineAnnealingLR(o, T_max=7),
     "plateau": lambda o: schedules.ReduceLROnPlateau(o, patience=2),
     "one cycle": lambda o: schedules.OneCycleLR(o, max_lr=1e-2, total_steps=20),
