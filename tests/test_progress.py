@@ -250,9 +250,10 @@ COMMANDS = {
 """The titles of the stages of commands."""
 
 
-@pytest.mark.parametrize(
-    "words", [only(words, words.split()[0] not in ("runs", "generate", "inspect", "advise")) for words in COMMANDS]
-)
+QUICK = ("runs", "generate", "inspect", "advise")
+
+
+@pytest.mark.parametrize("words", [only(words, words.split()[0] not in QUICK) for words in COMMANDS])
 def test_commands_have_bars_that_reach_their_end(words, run, terminal, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stderr", terminal.file)
     places = {"RUN": str(run), "OUT": str(tmp_path / "out"), "TEXT": str(run.parent / "[0-9]*.txt")}
