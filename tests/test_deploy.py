@@ -233,32 +233,20 @@ def test_a_format_for_each_block():
     ("call", "message"),
     [
         (lambda: effective_precision(nn.Sequential(nn.Linear(4, 4))), "Sequential has no layer with learned bitwidths"),
-        (
-            lambda: plan_from_bitwidths(learned(), quantile=0),
-            "quantile= is a fraction of a layer's weights, above 0 and up to 1, not 0",
-        ),
+        (lambda: plan_from_bitwidths(learned(), quantile=0), "quantile= is a fraction of a layer's weights"),
         (lambda: plan_from_bitwidths(learned(), rule="error"), "rule= is 'table'.*not 'error'"),
         (lambda: plan_from_bitwidths(learned(), granularity="blocks"), "There is no granularity 'blocks'"),
         (
             lambda: plan_from_bitwidths(learned(torch.full((2, 3), 7.0)), rule="noise", formats=("e2m1",)),
             "No format among e2m1 has an error within the noise",
         ),
-        (
-            lambda: effective_precision(learned(torch.full((2, 3), math.nan))),
-            "layer '0' has learned a bitwidth that is neg.*nan",
-        ),
-        (
-            lambda: effective_precision(learned(torch.full((2, 3), -1.0))),
-            "layer '0' has learned a bitwidth that is negative.*-1",
-        ),
+        (lambda: effective_precision(learned(torch.full((2, 3), math.nan))), "layer '0' has learned a bitwidth .*nan"),
+        (lambda: effective_precision(learned(torch.full((2, 3), -1.0))), "layer '0' has learned a bitwidth .*-1"),
         (lambda: deploy(learned(), "fp8"), "deploy takes a Plan that casts weights, not 'fp8'"),
         (lambda: deploy(learned(), Plan(default=LayerPrecision())), "The plan casts no weight of Sequential"),
         (lambda: deploy(learned(), Plan(layers=(("9", LayerPrecision.of(weight="mxfp4")),))), "matches no linear layer"),
         (lambda: choose_targets(learned(), evaluate_batch, []), "batches= is a non-empty list of batches"),
-        (
-            lambda: choose_targets(learned(), evaluate_batch, [0], tolerance=-1),
-            "tolerance= is the allowed relative rise.*not -1",
-        ),
+        (lambda: choose_targets(learned(), evaluate_batch, [0], tolerance=-1), "tolerance= is the allowed relative rise"),
         (lambda: choose_targets(learned(), evaluate_batch, [0], probes=()), r"probes= are bitwidths.*not \(\)"),
         (lambda: choose_targets(learned(), evaluate_batch, [0], draws=0), "draws= is the number of draws.*not 0"),
         (lambda: choose_targets(learned(), evaluate_batch, [0], low=9.0), r"from low=9\.0 to high=8\.0"),

@@ -250,10 +250,7 @@ def test_a_scaler_that_is_off() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        (
-            {"init_scale": 2.0**30},
-            "init_scale is a number above 0 and at most loss_scaling.max_scale=16777216.0, not 1073741824",
-        ),
+        ({"init_scale": 2.0**30}, "init_scale is a number above 0 and at most loss_scaling.max_scale=16777216.0"),
         ({"max_scale": 1e39}, "max_scale is a number above 0 and at most 3.40282e+38"),
         ({"growth_factor": 1.0}, "growth_factor is a number above 1, not 1.0"),
         ({"backoff_factor": 1.0}, "backoff_factor is a number above 0 and below 1, not 1.0"),

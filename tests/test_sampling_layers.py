@@ -769,18 +769,12 @@ def test_parts_choose_layers_within_a_plan() -> None:
         (lambda: BitwidthLoss(math.inf), "The weight of BitwidthLoss is a number of at least 0, not inf"),
         (lambda: Sampling.from_dict({"bits": 4}), "A sampling has no key 'bits'"),
         (lambda: Sampling.from_dict({"guidance": {"kind": "weight_decay"}}), "is a list of objects"),
-        (
-            lambda: Sampling.from_dict({"guidance": [{"kind": "decay"}]}),
-            "one of 'weight_decay', 'bitwidth_loss', not {'kind': 'decay'}",
-        ),
+        (lambda: Sampling.from_dict({"guidance": [{"kind": "decay"}]}), "one of 'weight_decay', 'bitwidth_loss'"),
         (lambda: Sampling.from_dict({"guidance": [{"kind": "weight_decay", "weight": 1}]}), "has no key 'weight'"),
         (lambda: LayerPrecision(sampling=4), "takes a Sampling or None as sampling, not 4"),
         (lambda: LayerPrecision(Cast.parse("e4m3"), sampling=Sampling(recompute=True)), "use recompute=False with casts"),
         (lambda: LayerPrecision(input_sampling=Sampling(recompute=True)), "use recompute=False"),
-        (
-            lambda: convert(Llama(PRESETS["tiny"]), Plan().with_sampling(Sampling(parts="odd"))),
-            "parts='odd' that match no layer",
-        ),
+        (lambda: convert(Llama(PRESETS["tiny"]), Plan().with_sampling(Sampling(parts="odd"))), "parts='odd' that match"),
         (
             lambda: convert(Llama(PRESETS["tiny"]), Plan().with_sampling(Sampling(parts="*c_proj"))),
             "there are model.layers.*.self_attn.q_proj, model.layers.*.self_attn.k_proj",

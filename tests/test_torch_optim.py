@@ -655,10 +655,7 @@ def test_states_that_cannot_be() -> None:
     for state, words in (
         ({"exp_avg": torch.zeros(4, 8)}, "has exp_avg and no step"),
         ({"step": 1, "exp_avg": torch.zeros(4, 8)}, "'exp_avg_sq' of w is None"),
-        (
-            {"step": 1, "exp_avg": torch.zeros(3, 8), "exp_avg_sq": torch.zeros(3, 8)},
-            r"torch.float32 \(3, 8\), and the parameter",
-        ),
+        ({"step": 1, "exp_avg": torch.zeros(3, 8), "exp_avg_sq": torch.zeros(3, 8)}, r"torch.float32 \(3, 8\)"),
         ({"step": -1, "exp_avg": p.data, "exp_avg_sq": p.data}, "step=-1, which is not a number of steps"),
     ):
         optimizer.state[p] = state
