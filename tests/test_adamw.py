@@ -165,31 +165,6 @@ def test_bias_corrections_of_many_steps() -> None:
 # What roundings do over many steps ------------------------------------------------------------------------------------
 
 
-def decayed(rounding: str | None, steps: int) -> Tensor:
-    """1024 second moments that start at 1, in bfloat16, after steps with gradients of zero."""
-    parameter = torch.zeros(16, 64, dtype=torch.bfloat16, requires_grad=True)
-    optimizer = dither.optim.AdamW([("w", parameter)], lr=1e-3, betas=(0.9, 0.9981), states="bf16", state_rounding=rounding)
-    parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.state[parameter]["exp_avg_sq"].fill_(1.0)
-    for _ in range(steps):
-        optimizer.step()
-    return optimizer.state[parameter]["exp_avg_sq"].double()
-
-
-def test_bfloat16_second_moments_decay_only_with_stochastic_rounding() -> None:
-    steps = 370
-    assert (decayed("nearest", 3) == 1.0).all()  # and so for ever: each step does the same
-    v = decayed(None, steps)  # stochastic is the default of bf16
-    # A rounding is unbiased, and moves y by less than a unit of its last place, at most 2^-7 y, so with a variance of at most
-    # 2^-16 y^2: the mean square grows by at most 1 + 2^-16 a step beside the decay, and the variance is below what follows.
-    beta2 = float(np.float32(0.9981))
-    expected = beta2**steps
-    deviation = expected * math.sqrt(((1 + 2.0**-16) ** steps - 1) / v.numel())
-    assert abs(v.mean().item() - expected) < 5 * deviation
-    assert expected < 0.5
-
-
 def test_stochastic_weights_are_unbiased_over_steps() -> None:
     """Steps far below half a unit of the last place: nearest stands still, stochastic weights move on average."""
     size, steps, lr = (64, 256), 50, 1e-4

@@ -826,17 +826,6 @@ def test_the_permutations_are_as_random_as_they_should_be():
         assert off.max() < bound
 
 
-def test_every_window_once_an_epoch_and_epochs_follow_without_a_gap():
-    loader = data.Loader(in_memory(8 * 103 + 5), sequence=8, batch=12, seed=3)
-    assert loader.windows == 103
-    orders = torch.cat([loader.order(step) for step in range(103 * 4 // 12 + 1)])
-    for epoch in range(4):
-        assert sorted(orders[epoch * 103 : (epoch + 1) * 103].tolist()) == list(range(103))
-    assert not torch.equal(orders[:103], orders[103:206])
-    assert loader.epoch(0) == 0
-    assert loader.epoch(103) == 12
-
-
 def test_order_across_blocks_is_the_definition(monkeypatch):
     loader = data.Loader(in_memory(2 * 700 + 1), sequence=2, batch=300, seed=1)
     number = torch.arange(300 * 60)

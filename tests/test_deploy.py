@@ -12,7 +12,7 @@ from dither.evaluate.deployment import deploy, deploy_blocks, plan_from_bitwidth
 from dither.nn.bitwidths import bitwidth_range, effective_precision
 from dither.spec import Sampling
 from dither.spec.bitwidths import VARIANCE, capacity, deployable
-from dither.tools.targets import _noise, choose_targets, measure_rise
+from dither.tools.targets import choose_targets, measure_rise
 
 B_T = torch.tensor([[3.0, 4.0, 5.0], [2.5, 3.5, 6.5]])
 """Of a 40 x 70 weight: blocks of 32 x 32, 32 x 6, 8 x 32 and 8 x 6."""
@@ -328,14 +328,6 @@ def test_targets_become_a_plan():
     dither.convert(model, targets.plan())
     assert model.a.bitwidths().unique().tolist() == [a.b_init]
     assert [line.split()[0] for line in str(targets).splitlines()[2:4]] == ["a", "b"]
-
-
-def test_noise_of_layers_draws_and_seeds_is_independent():
-    weight = torch.ones(64, 64)
-    cases = [("a", 0, 0), ("b", 0, 0), ("a", 1, 0), ("a", 0, 1)]
-    noises = torch.stack([_noise(weight, layer, Sampling(), seed, draw).flatten() for layer, seed, draw in cases])
-    correlation = torch.corrcoef(noises) - torch.eye(4)
-    assert correlation.abs().max() < 5 / math.sqrt(weight.numel())
 
 
 def test_limits_headroom_and_a_mean():

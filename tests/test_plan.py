@@ -177,15 +177,6 @@ def test_plans_that_differ_have_a_difference(one, other):
     assert all(pair == other.diff(one)[place][::-1] for place, pair in differences.items())
 
 
-def test_a_rule_stands_on_a_line_of_its_own():
-    text = Plan((("a", FP8), ("b", None)), UNCAST).to_json()
-    assert [line for line in text.splitlines() if line.startswith("    ")] == [
-        '    ["a", {"input": "e4m3 tile(128) fp32 nearest", "weight": "e4m3 block(128) fp32 nearest", '
-        '"grad": "e4m3 tile(128) fp32 nearest", "sampling": null, "input_sampling": null}],',
-        '    ["b", null]',
-    ]
-
-
 def test_a_plan_goes_through_a_file(tmp_path):
     plan = Plan((("größe", FP8),), provenance={"recipe": "fp8-block", "loss": 3.25})
     plan.save(tmp_path / "plan.json")

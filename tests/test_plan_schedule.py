@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import Listener, config_of, lines
+from runs import config_of, lines
 from torch import nn
 
 import dither
@@ -20,7 +20,6 @@ from dither.report import read, render
 from dither.snip import Snip, SnipSettings
 from dither.spec.plan import with_forward_casts
 from dither.train import Config, train, trainer
-from dither.train.passes import Passes
 from dither.train.plans import RunPlans
 
 FP4, FP8 = recipe("fp4-block").default, recipe("fp8-block").default
@@ -323,27 +322,6 @@ def test_snip_on_top_of_a_schedule(text, tmp_path):
     assert late.for_layer(name).casts("forward") == FP8.casts("forward")
     assert late.for_layer(name).casts("weight_grad") == chosen.for_layer(name).casts("weight_grad")
     assert last.uncast
-
-
-@pytest.mark.exhaustive
-@DYNAMO
-def test_blocks_are_compiled_before_a_plan_takes_effect(text, tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer, "compile_blocks", lambda model: compile_blocks(model, backend="aot_eager"))
-    plans = 'precision.schedule=[[0, "fp4-block"], [1, "fp8-block"], [2, "fp8-current"]]'
-    listener, warm, graphs = Listener(), Passes.warm_up, []
-
-    def counted(*args: object) -> None:
-        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        warm(*args)
-        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] - before)
-
-    monkeypatch.setattr(Passes, "warm_up", counted)
-    train(config(text, tmp_path / "one", plans, "run.compile=true", "run.steps=3"), progress=listener)
-    assert [line for line in listener.said if line.startswith("Compiling")] == [
-        "Compiling 1 block variant for the plan of step 0 ...",
-        "Compiling 1 block variant for the plan of step 2 ...",
-    ]
-    assert graphs == [1]
 
 
 def test_a_warm_up_has_no_effect_and_comes_only_with_another_plan(text, tmp_path, monkeypatch):

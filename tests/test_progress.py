@@ -92,15 +92,6 @@ def test_lines_in_a_pipe_are_plain_and_few():
     ]
 
 
-def test_units_without_a_total_have_no_time_left():
-    file, now = io.StringIO(), 0.0
-    bars = ProgressBars(file, clock=lambda: now, unit=lambda count: f"{count} MB")
-    with bars.stage("Reading") as tick:
-        now = 11.0
-        tick(7, None)
-    assert file.getvalue() == "Reading ...\nReading: 7 MB\n"
-
-
 def test_a_dumb_terminal_gets_plain_lines(terminal, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     with ProgressBars(terminal.file).stage("Reading"):
@@ -159,13 +150,6 @@ def test_a_terminal_forgets_the_first_line(no_torch, terminal):
     first, _, rest = terminal.close().partition("torch is imported")
     assert first == "dither eval: importing PyTorch ..."
     assert rest.endswith("\r\x1b[K")
-
-
-def test_quick_commands_say_it_on_a_terminal_alone(no_torch, terminal):
-    command = [sys.executable, "-m", "dither.cli", "plan", "show", "nothing"]
-    assert subprocess.run(command, capture_output=True, text=True, env=no_torch).stderr == "torch is imported\n"
-    subprocess.run(command, stdout=subprocess.PIPE, stderr=terminal.file, env=no_torch)
-    assert terminal.close().startswith("dither plan show: importing PyTorch ...")
 
 
 HELP = f"""

@@ -83,13 +83,6 @@ def test_the_table_in_the_docs_is_that_of_the_recipes():
     assert table == [f"| `{name}` | {each.about} |" for name, each in RECIPES.items()]
 
 
-@pytest.mark.parametrize("name", [name for name, texts in CASTS.items() if "e2m1" in texts[2]])
-def test_gradients_in_fp4_are_rounded_stochastically_and_never_clipped(name):
-    grad = recipe(name).default.grad
-    assert grad.rounding == "stochastic(16)"
-    assert grad.scale != "pow2"
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [

@@ -266,23 +266,6 @@ def test_a_step_may_bring_rows_and_a_key_to_add():
 # Gradients ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["rounded_normal", "rounded_normal_exact"])
-def test_backward_draws_what_forward_drew(kind):
-    """R from w_hat, where the scale is 1, and from the gradient of b_t, one element at a time."""
-    block, draw = 16, draw_at(32, 48, (16, 32))
-    w, b_t = torch.zeros(32, 48), torch.ones(2, 3)
-    w[::block, ::block] = 1.0  # the largest magnitude of each block
-    w_hat, amax = sampling.sample(w, b_t, draw, kind, block, torch.float32)
-    forward, backward = w_hat - w, torch.zeros(32, 48)
-    for i, j in itertools.product(range(block), range(block)):
-        basis = torch.zeros(32, 48)
-        basis[i::block, j::block] = 1.0
-        _, grad_b_t = sampling.sample_backward(basis, amax, b_t, draw, kind, block, torch.float32)
-        backward[i::block, j::block] = grad_b_t / -sampling.LN2
-    assert torch.equal(forward, backward)
-    assert forward.count_nonzero() > 300
-
-
 @pytest.mark.parametrize("kind", NOISES)
 @pytest.mark.parametrize("shape", [(64, 96), (70, 45)])
 def test_gradients_are_those_of_the_formula_in_float64(kind, shape):

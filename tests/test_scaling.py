@@ -314,14 +314,6 @@ def test_max_looks_at_the_whole_history_and_most_recent_at_its_front():
     assert history.amax(cast).shape == history.amax(recent).shape == ()
 
 
-def test_an_empty_history_scales_by_one():
-    cast = Cast("e4m3", "tensor", "delayed(3)")
-    x = torch.tensor([1.0, 300.0, 1000.0])
-    q = dither.quantize(x, cast, amax=AmaxHistory.empty(cast).amax(cast))
-    assert q.scale.item() == 1.0
-    assert q.dequantize().tolist() == [1.0, 288.0, 448.0]
-
-
 @pytest.mark.parametrize("margin", [-2, 0, 1, 5])
 def test_margin_leaves_room_of_that_many_powers_of_two(margin):
     plain, roomy = factors_of(AMAX, "e4m3", "fp32"), factors_of(AMAX, "e4m3", f"delayed(16,{margin})")

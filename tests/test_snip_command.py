@@ -21,7 +21,6 @@ from dither.snip.fp8_auto import RECIPES, candidates_of, layer_shapes
 from dither.snip.planning import choice_of
 from dither.snip.statistics import Collector
 from dither.train import Config, train
-from dither.train import config as configs
 from dither.train.plans import measured_plan
 from dither.train.ranks import Ranks, joined
 from dither.train.trainer import Trainer, _for_estimates
@@ -139,13 +138,6 @@ def test_an_estimate_that_fails_does_not_stop_a_run(text, tmp_path, monkeypatch)
 def test_bad_settings_are_refused_before_anything_is_built(given, message, text, tmp_path):
     with pytest.raises(UserError, match=message):
         settings(text, tmp_path / "run", *SNIP, given)
-
-
-def test_a_config_with_snip_is_read_as_it_was_written(text, tmp_path):
-    config = settings(text, tmp_path / "run", *SNIP, "snip.stages=[1, 1]", 'snip.pinned=["*.down_proj=fp8"]')
-    assert configs.loads(configs.dumps(config)) == config
-    assert config.snip.pins == {"*.down_proj": "fp8"}
-    assert Config().snip.target is None
 
 
 # The commands ----------------------------------------------------------------------------------------------------------
