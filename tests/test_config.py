@@ -12,11 +12,9 @@ from sweeps import examples
 
 from dither import BitwidthLoss, Plan, Sampling, UserError, WeightDecay, cli, recipe
 from dither.data import corpus
-from dither.models import PRESETS
 from dither.models.sizes import Model
 from dither.optim import MODES
 from dither.settings import toml, types_of, value_at
-from dither.spec.optimizer import BLOCKS
 from dither.train import trainer as trainers
 from dither.train.config import (
     Config,
@@ -325,15 +323,6 @@ def test_sections_are_checked_where_they_are_made():
 
 
 # Meaning --------------------------------------------------------------------------------------------------------------
-
-
-def test_presets_and_states_are_those_that_there_are():
-    assert Model().size == "tiny"
-    assert Model(hf="x").size is None
-    for name in PRESETS:
-        assert Model(preset=name).size == name
-    for name in BLOCKS:
-        Precision(states=name)
 
 
 def test_plans(tmp_path):

@@ -384,13 +384,6 @@ def test_mistakes_are_one_sentence_and_leave_nothing_behind(mistake, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_existing_folder_is_refused(tmp_path):
-    (tmp_path / "kept.txt").write_text("mine")
-    with pytest.raises(UserError, match="new or empty folder"):
-        dither.export(ragged(), tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
-
-
 def test_adapters_are_merged_first(tmp_path):
     import peft
 
@@ -672,8 +665,6 @@ def test_a_run_is_exported_with_its_tokenizer_and_losses(run, tmp_path, capsys):
 
 
 def test_auto_exports_the_learned_bitwidths_of_a_run(sampled, tmp_path, capsys):
-    found = json.loads(said(capsys, "export", sampled, "-o", tmp_path / "out", "--format", "auto", "--json"))
-    assert {layer["format"] for layer in found["layers"]} == {"fp8-dynamic", "bf16"}  # b_t = 5 after two steps
     found = json.loads(said(capsys, "export", sampled, "-o", tmp_path / "four", "--format", "auto", "--slack", 2.1, "--json"))
     assert {layer["format"] for layer in found["layers"]} == {"nvfp4", "bf16"}
     plan = tmp_path / "plan.json"

@@ -15,7 +15,7 @@ import dither
 from dither import Sampling, UserError
 from dither.models import GPT2, GPT2Config
 from dither.nn.norms import cast_parameters
-from dither.optim import GRADIENTS, MODES, AdamW, LossScaler, LossScaling, NonFiniteError, Role, release_gradients, training
+from dither.optim import GRADIENTS, MODES, AdamW, LossScaling, NonFiniteError, Role, release_gradients, training
 from dither.optim.released import unit_of
 from dither.optim.training import parameter_dtype
 from dither.snip import Snip, SnipSettings
@@ -238,13 +238,6 @@ def test_the_loss_scale_has_a_largest_value() -> None:
     other = weight_of_ones("fp16-o2", loss_scaling=settings, max_norm=1e9)
     other.load_state_dict(run.state_dict())
     assert other.scaler.state_dict() == run.scaler.state_dict()
-
-
-def test_a_scaler_that_is_off() -> None:
-    scaler = LossScaler("cpu", LossScaling(), enabled=False)
-    scaler.update()
-    assert scaler.current is None
-    assert weight_of_ones("o2").loss_scale is None
 
 
 @pytest.mark.parametrize(

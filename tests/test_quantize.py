@@ -200,15 +200,6 @@ def test_strides_do_not_matter(cast):
             )
 
 
-@pytest.mark.parametrize("cast", ["e4m3 row", "e4m3 tile(4)", "e2m1 tile(4) pow2", "e4m3 block(4)", "e2m1"])
-def test_negative_axes_count_from_the_end(cast):
-    x = numbers((3, 5, 6))
-    for axis in range(3):
-        one, other = dither.quantize(x, cast, axis=axis), dither.quantize(x, cast, axis=axis - 3)
-        assert same_bits(one.values, other.values)
-        assert one.axis == other.axis
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cast", CASTS)
 def test_short_inputs_give_the_codes_of_the_same_numbers_in_float32(cast, dtype):

@@ -481,20 +481,6 @@ def test_figures_for_papers_are_the_charts_of_the_page(tmp_path, capsys):
     assert cli.main(["report", str(run), "--json", "-o", "x.html"]) == 2
 
 
-def test_figures_alone_say_that_there_is_no_page(tmp_path, capsys):
-    run = make(tmp_path / "run")
-    assert cli.main(["report", str(run), "--png", str(tmp_path / "png")]) == 0
-    said = capsys.readouterr()
-    assert said.out.splitlines() == [
-        str(path) for path in sorted((tmp_path / "png").iterdir(), key=lambda p: p.stat().st_mtime_ns)
-    ]
-    assert "5 figures and no page were written: --out PAGE.html writes one as well." in said.err
-    assert cli.main(["report", str(run), "--png", str(tmp_path / "png"), "-o", str(tmp_path / "page.html")]) == 0
-    said = capsys.readouterr()
-    assert "no page" not in said.err
-    assert said.out.splitlines()[-1] == str(tmp_path / "page.html")
-
-
 def check_texts(draw):
     """Check that no text of a drawing is LaTeX, and that all titles are inside of the figure; return the texts."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg

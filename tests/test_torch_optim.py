@@ -704,53 +704,6 @@ def test_a_parameter_that_is_replaced_takes_its_place(make: Any) -> None:
     assert set(optimizer.state_dict()["state"]) == {0, 1, 2}  # the old one's is nobody's any more
 
 
-@every
-def test_parameters_that_are_removed_or_change_their_group(make: Any) -> None:
-    """What is left goes on as it would have: names, not places, choose the bits of named parameters."""
-    runs = []
-    for edited in (False, True):
-        params = parameters(torch.bfloat16)
-        named = list(params.items())
-        optimizer = make([{"params": named[:2]}, {"params": named[2:], "lr": 1e-2}], lr=1e-2)
-        train(params.values(), optimizer, range(2))
-        if edited:
-            for key in ("params", "param_names"):
-                optimizer.param_groups[0][key].pop(0)
-                optimizer.param_groups[1][key].append(optimizer.param_groups[0][key].pop(0))
-            optimizer.param_groups.pop(0)
-        train([params["bias"], params["scalar"]], optimizer, range(2, 4))
-        kept = {name: params[name] for name in ("bias", "scalar")}
-        runs.append(numbers(kept, optimizer))
-    assert same(*runs)
-    optimizer.param_groups[0]["params"].pop()
-    with pytest.raises(UserError, match="1 parameters and 2 names: change its 'params' and 'param_names' together"):
-        optimizer.step()
-
-
-@every
-def test_data_that_is_swapped(make: Any) -> None:
-    """The weights of another tensor, of other strides, under the same parameter."""
-    runs = []
-    for swapped in (False, True):
-        params = parameters(torch.bfloat16)
-        optimizer = make(params.items(), lr=1e-2)
-        train(params.values(), optimizer, range(2))
-        start = torch.linspace(-1, 1, 320).reshape(10, 32).bfloat16()
-        if swapped:
-            params["matrix"].data = start.t().contiguous().t()
-        else:
-            params["matrix"].data.copy_(start)
-        train(params.values(), optimizer, range(2, 4))
-        runs.append(numbers(params, optimizer))
-    assert same(*runs)
-    params["bias"].data = torch.zeros(11, dtype=torch.bfloat16)
-    backward(params.values())
-    with pytest.raises(
-        UserError, match=r"'exp_avg' of bias .*\(10,\), and the parameter is torch.bfloat16 \(11,\)|does not fit"
-    ):
-        optimizer.step()
-
-
 # Groups ---------------------------------------------------------------------------------------------------------------
 
 OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
