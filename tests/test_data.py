@@ -45,7 +45,7 @@ def one_sentence(error: pytest.ExceptionInfo[UserError]) -> str:
 
 
 @contextmanager
-def refused(words: str = "") -> Iterator[None]:
+def refused(words: str | None = None) -> Iterator[None]:
     """Expect an error of one sentence."""
     with pytest.raises(UserError, match=words) as error:
         yield
