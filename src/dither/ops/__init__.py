@@ -445,11 +445,11 @@ def _described(value: object) -> str:
 
 
 def _draw(x: Tensor, cast: Cast, stream: Stream | None, step: int | Tensor, offset: tuple[int, int]) -> Draw | None:
-    if cast.round.kind != "stochastic":
+    if not cast.round.bits:
         return None
     if not isinstance(stream, Stream):
         raise UserError(
-            f"The cast {str(cast)!r} rounds stochastically and needs stream=dither.Stream(seed, purpose, name), "
+            f"The cast {str(cast)!r} draws random bits and needs stream=dither.Stream(seed, purpose, name), "
             f"so that its bits can be repeated; given was {stream!r}."
         )
     return stream.draw(step, matrix_size(x), offset, x.device)

@@ -5,13 +5,15 @@ The marks for torch.compile do not import Dynamo, which takes longer to import t
 
 import functools
 import importlib.util
+import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 
-from dither.errors import UserError
+from dither.errors import PerformanceWarning, UserError
+from dither.spec import Cast
 from dither.spec.engines import Verified
 from dither.versions import version
 
@@ -53,9 +55,27 @@ def _use_kernel(device: torch.device, backend: str) -> bool:
     return True
 
 
-def implementation(name: str, device: torch.device, backend: str) -> ModuleType:
-    """Return `dither.ops.triton.NAME` or `dither.ops.reference.NAME`, which have the same functions."""
-    return _module("triton" if _use_kernel(device, backend) else "reference", name)
+def implementation(name: str, device: torch.device, backend: str, *casts: Cast | None) -> ModuleType:
+    """Return `dither.ops.triton.NAME` or `dither.ops.reference.NAME`, which have the same functions.
+
+    Casts without a kernel take the reference on every device, with a warning on a GPU.
+    """
+    without = [cast for cast in casts if cast is not None and not cast.kernel]
+    if without and backend == "kernel":
+        raise UserError(f"There is no kernel for the cast {str(without[0])!r}: pass backend='auto' or 'reference'.")
+    if without and device.type == "cuda" and backend == "auto":
+        _warn_of_cost(str(without[0]))
+    return _module("triton" if not without and _use_kernel(device, backend) else "reference", name)
+
+
+@functools.cache
+def _warn_of_cost(cast: str) -> None:
+    warnings.warn(
+        f"There is no kernel for {cast!r}: plain torch casts in tens of passes over the tensor, where a kernel makes one; "
+        "products are in float32 if no kernel reads its codes.",
+        PerformanceWarning,
+        stacklevel=2,
+    )
 
 
 @functools.cache

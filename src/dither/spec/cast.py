@@ -1,13 +1,15 @@
 """Cast: the format, granularity, scale and rounding of a tensor, as frozen data and as text."""
 
 import functools
+import math
 import re
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from dither.errors import UserError
+from dither.spec import registry
 from dither.spec.checks import did_you_mean
-from dither.spec.formats import Format
+from dither.spec.formats import Format, spelled
 
 
 @dataclass(frozen=True)
@@ -25,14 +27,24 @@ class Granularity:
 
 @dataclass(frozen=True)
 class Scale:
-    """The rule for a group's scale, given its largest magnitude. `history`, `margin` and `algo` belong to `delayed`."""
+    """The rule for a group's scale. `history`, `margin` and `algo` belong to `delayed`."""
 
-    kind: Literal["none", "fp32", "pow2", "pow2_ceil", "nvfp4", "delayed"]
+    kind: str
+    """The name of a rule in `registry.SCALES`."""
     history: int = 0
     margin: int = 0
     algo: Literal["max", "most_recent"] = "max"
+    arguments: tuple[float, ...] = ()
+    """The arguments of the rule, such as (0.5,) of `static(0.5)`."""
+
+    @property
+    def rule(self) -> registry.ScaleRule:
+        """Return the rule."""
+        return registry.SCALES[self.kind]
 
     def __str__(self) -> str:
+        if self.arguments:
+            return f"{self.kind}({','.join(f'{value!r}'.removesuffix('.0') for value in self.arguments)})"
         if self.kind != "delayed":
             return self.kind
         options = [self.margin, self.algo] if self.algo != "max" else [self.margin] if self.margin else []
@@ -40,20 +52,27 @@ class Scale:
 
     @classmethod
     def parse(cls, text: str) -> "Scale":
-        """Parse `none`, `fp32`, `pow2`, `pow2_ceil`, `nvfp4` or `delayed(history[,margin[,algo]])`."""
+        """Parse the name of a rule, with its arguments, or `delayed(history[,margin[,algo]])`."""
         return _parse_scale(_text("scale", text))
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """`nearest` (ties to even), `toward_zero`, or `stochastic` with a number of random bits."""
+    """`nearest` (ties to even), `toward_zero`, `stochastic` with a number of random bits, or a registered rule."""
 
-    kind: Literal["nearest", "toward_zero", "stochastic"]
+    kind: str
+    """The name of a rule in `registry.ROUNDINGS`."""
     bits: int = 0
+    """The random bits that an element draws; 0 if it draws none."""
+
+    @property
+    def rule(self) -> registry.RoundingRule:
+        """Return the rule."""
+        return registry.ROUNDINGS[self.kind]
 
     @classmethod
     def parse(cls, text: str) -> "Rounding":
-        """Parse `nearest`, `toward_zero` or `stochastic(bits)`."""
+        """Parse `nearest`, `toward_zero`, `stochastic(bits)`, or a registered rule, with its random bits if it has them."""
         return _parse_rounding(_text("rounding", text))
 
     @property
@@ -76,7 +95,7 @@ class Cast:
     scale: str = "none"
     """none, fp32 (any scale), pow2 (OCP MX), pow2_ceil (MX that never clips), nvfp4, or delayed(history)."""
     rounding: str = "nearest"
-    """nearest, stochastic(bits) or toward_zero."""
+    """nearest, stochastic(bits), toward_zero, or a registered rule."""
 
     # Parsed once, so that compiled code reads them as constants.
     element: Format = field(init=False, repr=False, compare=False)
@@ -105,6 +124,8 @@ class Cast:
             )
         if scale.kind == "nvfp4" and group.kind not in ("tile", "block"):
             raise UserError(f"scale='nvfp4' scales small groups: use granularity='tile(16)', not {self.granularity!r}.")
+        if scale.rule.values and group.kind not in ("tile", "block"):
+            raise UserError(f"scale={self.scale!r} reads the values of small groups: use granularity='tile(32)'.")
         if scale.kind == "nvfp4" and element.bits > 8:
             raise UserError(f"scale='nvfp4' is for formats of at most 8 bits, such as 'e2m1', not for {element}.")
         if scale.kind == "delayed" and not element.nan:
@@ -136,6 +157,21 @@ class Cast:
         """
         return _parse_cast(_text("cast", text))
 
+    @property
+    def kernel(self) -> bool:
+        """Return True if kernels cast so; otherwise the reference does, on every device."""
+        return self.element.kernel and self.scaling.rule.kernel and self.round.rule.kernel
+
+    @functools.cached_property
+    def codes(self) -> "Cast":
+        """Return the cast by which codes and scales of this one are read: the same format and groups, and a built-in scale.
+
+        >>> print(Cast.parse("e2m1 tile(32) pow2_ceil stochastic(16)").codes)
+        e2m1 tile(32) pow2 nearest
+        """
+        scale = self.scaling.rule.storage
+        return Cast(self.format, self.granularity, self.scale if scale == "delayed" else scale)
+
     def __str__(self) -> str:
         scaled = [] if self.granularity == "none" else [self.granularity, self.scale]
         return " ".join([self.format, *scaled, self.rounding])
@@ -143,12 +179,33 @@ class Cast:
 
 EXAMPLES = {"granularity": "tile(128)", "scale": "fp32", "rounding": "nearest", "cast": "e4m3 tile(128) fp32 nearest"}
 
-NAMED_CASTS = {
-    "mxfp8": ("e4m3", "tile(32)", "pow2"),
-    "mxfp6": ("e2m3", "tile(32)", "pow2"),
-    "mxfp4": ("e2m1", "tile(32)", "pow2"),
-    "nvfp4": ("e2m1", "tile(16)", "nvfp4"),
-}
+
+@dataclass(frozen=True)
+class NamedCast:
+    """A usual name of a format with its scaling, such as mxfp4."""
+
+    kind: ClassVar[str] = "cast"
+
+    name: str
+    format: str
+    granularity: str = "none"
+    scale: str = "none"
+    rounding: str = "nearest"
+
+    def check(self) -> None:
+        """Raise a UserError unless this is a cast."""
+        Cast(self.format, self.granularity, self.scale, self.rounding)
+
+
+for _named in (
+    NamedCast("mxfp8", "e4m3", "tile(32)", "pow2"),
+    NamedCast("mxfp6", "e2m3", "tile(32)", "pow2"),
+    NamedCast("mxfp4", "e2m1", "tile(32)", "pow2"),
+    NamedCast("nvfp4", "e2m1", "tile(16)", "nvfp4"),
+):
+    registry.CASTS.add(_named)
+
+NAMED_CASTS: registry.Table[NamedCast] = registry.CASTS
 """Usual names of a format with its scaling."""
 
 GROUP_SIZES = {"tile": (4, 1024), "block": (4, 128)}
@@ -177,43 +234,67 @@ def _parse_granularity(text: str) -> Granularity:
     )
 
 
-@functools.cache
+@registry.cached
 def _parse_scale(text: str) -> Scale:
-    if text in ("none", "fp32", "pow2", "pow2_ceil", "nvfp4"):
-        return Scale(text)  # type: ignore[arg-type]
+    registry.look_up(text)
+    name, arguments = registry.arguments(text)
     delayed = r"delayed\(([1-9]\d{0,18})(?:,(-?\d{1,18})(?:,(max|most_recent))?)?\)"
-    if isinstance(text, str) and (match := re.fullmatch(delayed, text)):
+    if match := re.fullmatch(delayed, text):
         return Scale("delayed", int(match[1]), int(match[2] or 0), match[3] or "max")  # type: ignore[arg-type]
+    if name in registry.SCALES.here and name != "delayed":
+        wanted = registry.SCALES[name].arguments
+        try:
+            numbers = tuple(map(float, arguments))
+        except ValueError:
+            numbers = (math.nan,)
+        if len(numbers) != wanted or not all(map(math.isfinite, numbers)):
+            raise UserError(f"The scale {name!r} takes {wanted or 'no'} number{'s' * (wanted != 1)} in brackets, not {text!r}.")
+        return Scale(name, arguments=numbers)
+    known = [name for name in registry.SCALES if name != "delayed"]
     raise UserError(
-        f"There is no scale {text!r}{did_you_mean(str(text), ['fp32', 'pow2', 'pow2_ceil', 'nvfp4'])}: "
-        "choose 'none', 'fp32', 'pow2', 'pow2_ceil', 'nvfp4', 'delayed(history)' or 'delayed(history,margin,max|most_recent)'."
+        f"There is no scale {text!r}{did_you_mean(str(text), known[1:])}: choose {', '.join(map(repr, known))}, "
+        "'delayed(history)' or 'delayed(history,margin,max|most_recent)', or register a rule."
     )
 
 
-@functools.cache
+@registry.cached
 def _parse_rounding(text: str) -> Rounding:
-    if text in ("nearest", "toward_zero"):
-        return Rounding(text)  # type: ignore[arg-type]
-    if (match := re.fullmatch(r"stochastic\(([1-9]\d?)\)", text)) and int(match[1]) <= 24:
-        return Rounding("stochastic", int(match[1]))
+    registry.look_up(text)
+    name, arguments = registry.arguments(text)
+    if name in registry.ROUNDINGS.here:
+        rule = registry.ROUNDINGS[name]
+        if not rule.random and not arguments and text == name:
+            return Rounding(name)
+        if rule.random and len(arguments) == 1 and re.fullmatch(r"[1-9]\d?", arguments[0]) and int(arguments[0]) <= 24:
+            return Rounding(name, int(arguments[0]))
+    known = [f"{name}(16)" if rule.random else name for name, rule in registry.ROUNDINGS.items()]
+    forms = [f"'{name}(bits)' with 1 to 24 bits" if rule.random else repr(name) for name, rule in registry.ROUNDINGS.items()]
     raise UserError(
-        f"There is no rounding {text!r}{did_you_mean(str(text), ['nearest', 'stochastic(16)', 'toward_zero'])}: "
-        "choose 'nearest', 'toward_zero', or 'stochastic(bits)' with 1 to 24 bits."
+        f"There is no rounding {text!r}{did_you_mean(str(text), known)}: choose {', '.join(forms)}, or register a rule."
     )
 
 
-@functools.cache
+GRANULARITIES = ("none", "tensor", "row", "block", "tile")
+
+
+def _is_rounding(word: str) -> bool:
+    return word.partition("(")[0] in registry.ROUNDINGS.here
+
+
+@registry.cached
 def _parse_cast(text: str) -> Cast:
     if not text.split():
         raise UserError(f"A cast is written like 'e4m3 tile(128) fp32 nearest' or 'mxfp4', not {text!r}.")
     words = text.split()
-    rounding = words.pop() if len(words) > 1 and re.match(r"nearest|toward_zero|stochastic", words[-1]) else "nearest"
-    if len(words) == 1 and words[0] in NAMED_CASTS:
-        element, granularity, scale = NAMED_CASTS[words[0]]
-        if scale == "pow2" and rounding.startswith("stochastic"):
-            scale = "pow2_ceil"
-        return Cast(element, granularity, scale, rounding)
-    element = Format.parse(words[0]).name
+    for word in words:
+        if registry.arguments(word)[0] not in GRANULARITIES and (word != words[0] or spelled(word) is None):
+            registry.look_up(word)
+    rounding = words.pop() if len(words) > 1 and _is_rounding(words[-1]) else ""
+    if len(words) == 1 and words[0] in NAMED_CASTS.here:
+        named = NAMED_CASTS[words[0]]
+        clips = named.scale == "pow2" and rounding.startswith("stochastic")
+        return Cast(named.format, named.granularity, "pow2_ceil" if clips else named.scale, rounding or named.rounding)
+    element, rounding = Format.parse(words[0]).name, rounding or "nearest"
     if len(words) == 1:
         return Cast(element, rounding=rounding)
     if len(words) == 2:

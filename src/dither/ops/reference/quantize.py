@@ -150,7 +150,8 @@ def factors_of(x_BRC: Tensor, cast: Cast, layout: GroupLayout, given_amax: Tenso
         groups = given_amax.reshape(1, 1, 1)
     else:
         groups = scales.group_amax(x_BRC, layout)
-    return scales.factors(groups, tensor_amax, cast.element, cast.scaling, cast.round)
+    values = scales.group_values(x_BRC, layout).transpose(2, 3).flatten(3) if cast.scaling.rule.values else None
+    return scales.factors(groups, tensor_amax, cast.element, cast.scaling, cast.round, values)
 
 
 def _product(x: Tensor, multiply: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dither.errors import UserError
 from dither.ops.reference import rounding
 from dither.spec import Cast, Rounding, Scale
 from dither.spec.formats import TABLE, Format
@@ -31,10 +32,10 @@ class Factors:
     tensor: Tensor | None = None
 
 
-def group_amax(x_BRC: Tensor, layout: GroupLayout) -> Tensor:
-    """Return the largest magnitude of each group of float32 `x_BRC`, float32[B, P, Q]; NaN or Inf if the group holds one.
+def group_values(x_BRC: Tensor, layout: GroupLayout) -> Tensor:
+    """Return the values of each group of `x_BRC`, [B, P, p, Q, q], with zeros at the ragged edges.
 
-    If the whole tensor is one group, the result is [1, 1, 1].
+    If the whole tensor is one group, the result is [1, 1, 1, 1, n].
     """
     lines = x_BRC.transpose(1, 2) if layout.along_rows else x_BRC
     if layout.group == (0, 0):
@@ -42,9 +43,15 @@ def group_amax(x_BRC: Tensor, layout: GroupLayout) -> Tensor:
     batch, other, length = lines.shape
     p, q = layout.group[0] or max(other, 1), layout.group[1] or max(length, 1)
     P, Q = layout.groups
-    # Zeros at the ragged edges: they never change a largest magnitude.
-    padded = torch.nn.functional.pad(lines.abs(), (0, Q * q - length, 0, P * p - other))
-    return padded.reshape(batch, P, p, Q, q).amax(dim=(2, 4))
+    return torch.nn.functional.pad(lines, (0, Q * q - length, 0, P * p - other)).reshape(batch, P, p, Q, q)
+
+
+def group_amax(x_BRC: Tensor, layout: GroupLayout) -> Tensor:
+    """Return the largest magnitude of each group of float32 `x_BRC`, float32[B, P, Q]; NaN or Inf if the group holds one.
+
+    If the whole tensor is one group, the result is [1, 1, 1].
+    """
+    return group_values(x_BRC, layout).abs().amax(dim=(2, 4))
 
 
 def spread(groups: Tensor, layout: GroupLayout) -> Tensor:
@@ -56,13 +63,16 @@ def spread(groups: Tensor, layout: GroupLayout) -> Tensor:
     return full.transpose(1, 2) if layout.along_rows else full
 
 
-def factors(amax: Tensor, tensor_amax: Tensor | None, format: Format, scale: Scale, round: Rounding) -> Factors:
+def factors(
+    amax: Tensor, tensor_amax: Tensor | None, format: Format, scale: Scale, round: Rounding, values: Tensor | None = None
+) -> Factors:
     """Return the factors of groups with largest magnitudes `amax` (float32, any shape).
 
         fp32, delayed    multiply = format.max / amax, restore = amax / format.max; `margin` scales both by 2^margin
         pow2             restore = 2^(floor(log2 amax) - emax), as in OCP MX
         pow2_ceil        restore = the smallest power of two that clips nothing
         nvfp4            tensor = tensor_amax / (448 format.max), restore = E4M3(amax / format.max / tensor)
+        other rules      restore = their reference of `amax`, or of `values`, the groups' values as [..., n]
 
     A group of zeros has scale 1. A group with NaN or Inf has scale NaN, so that it cannot pass for numbers. Example, e2m1 (emax
     2, largest value 6), amax 10: fp32 multiplies by 0.6; pow2 and pow2_ceil by 2^-(3 - 2) = 1/2, since 5 fits.
@@ -78,6 +88,21 @@ def factors(amax: Tensor, tensor_amax: Tensor | None, format: Format, scale: Sca
         restore = nvfp4_block_scale(_quotient(_quotient(amax, format.max), tensor), round)
         restore = torch.where(nothing, 1.0, torch.where(lost, torch.nan, restore))
         multiply = _quotient(_quotient(1.0, tensor), restore)
+    elif scale.rule.reference is not None:
+        known = torch.where(nothing | lost, 1.0, amax)
+        if scale.rule.values:
+            assert values is not None
+            known = torch.where((nothing | lost)[..., None], 1.0, values)
+        restore = scale.rule.reference(known, format, *scale.arguments).float()
+        if restore.shape != amax.shape:
+            raise UserError(
+                f"The scale rule {scale.kind!r} returned shape {tuple(restore.shape)} for {tuple(amax.shape)} groups."
+            )
+        restore = restore.clamp(SMALLEST, LARGEST_FACTOR)
+        if scale.rule.storage == "pow2":
+            restore = (restore.view(torch.int32) & 0x7F800000).view(torch.float32)
+        restore = torch.where(nothing, 1.0, torch.where(lost, torch.nan, restore))
+        multiply = _quotient(1.0, restore)
     elif scale.kind in ("fp32", "delayed"):
         multiply = _quotient(format.max, amax.clamp(min=SMALLEST))
         restore = torch.where(multiply >= LARGEST_FACTOR, 1.0 / LARGEST_FACTOR, _quotient(amax, format.max)) * 2.0**scale.margin
@@ -118,10 +143,10 @@ def nvfp4_block_scale(wanted: Tensor, round: Rounding) -> Tensor:
     The nearest may be smaller than wanted. Then the group's largest values are clipped, which would bias stochastic rounding.
     The result is at least the smallest subnormal, never zero.
     """
-    kind = "toward_zero" if round.kind == "stochastic" else "nearest"
+    kind = "toward_zero" if round.bits else "nearest"
     wanted = wanted.clamp(max=E4M3.max)
-    scale = rounding.round_values(wanted, E4M3, Rounding(kind), True, None)  # type: ignore[arg-type]
-    if round.kind == "stochastic":
+    scale = rounding.round_values(wanted, E4M3, Rounding(kind), True, None)
+    if round.bits:
         above = rounding.decode(rounding.encode(scale, E4M3) + 1, E4M3)
         scale = torch.where((scale < wanted) & (scale < E4M3.max), above, scale)
     return scale.clamp(min=E4M3.min_subnormal)
@@ -129,11 +154,11 @@ def nvfp4_block_scale(wanted: Tensor, round: Rounding) -> Tensor:
 
 def stored_scale(restore: Tensor, scale: Scale) -> Tensor:
     """Return `restore` in its storage: E8M0, E4M3 or float32. Each holds its value exactly, NaN included."""
-    if scale.kind in ("pow2", "pow2_ceil"):
+    if scale.rule.storage == "pow2":
         bits = restore.view(torch.int32)
         # 2^-127 is subnormal: exponent field 0, which is its E8M0 code. NaN is 255 in both.
         return (bits >> 23 & 0xFF).to(torch.uint8).view(torch.float8_e8m0fnu)
-    if scale.kind == "nvfp4":
+    if scale.rule.storage == "nvfp4":
         return rounding.encode(restore, E4M3).to(torch.uint8).view(torch.float8_e4m3fn)
     return restore
 
