@@ -27,7 +27,7 @@ from dither.models.open import load_weights
 from dither.ops.ranks import first_error, gather
 from dither.spec.formats import TABLE
 from dither.tools import doctor, self_test
-from dither.tools.gpus import cpu_here
+from dither.tools.recommend import cpu_here
 from dither.train import Config
 from dither.train.loop import Outcome
 from dither.train.resume import resolved

@@ -11,7 +11,7 @@ A sampled weight is w + R * amax * 2^(1 - b_t), with amax the largest magnitude 
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -148,77 +148,6 @@ def deployable(b_t: float, formats: Iterable[str] = DEPLOYABLE, noise: str = "ro
         f"No format among {', '.join(element.name for element in candidates)} carries a bitwidth of {b_t:g}: "
         f"{most} carries the most, {capacity(most, noise)}; add a wider format."
     )
-
-
-def allocate(
-    sensitivity: Mapping[str, float],
-    weights: Mapping[str, int],
-    tolerance: float | None = None,
-    *,
-    mean: float | None = None,
-    low: float,
-    high: float,
-) -> dict[str, float]:
-    """Return the bitwidths of layers that need the fewest bits while the loss rises by at most `tolerance`.
-
-    Noise of bitwidth b in layer l raises the loss by a_l * 4^-b, where a_l is the layer's sensitivity. The layer takes b * n_l
-    bits, where n_l is its number of weights. At the optimum, one bit less costs the same in every layer. So
-    a_l * 4^-b_l = n_l / p with one price p for all layers, or b_l = log2(a_l p / n_l) / 2, unless b_l is at a limit.
-
-    Args:
-        sensitivity: a_l of each layer.
-        weights: n_l of each layer.
-        tolerance: The largest rise of the loss.
-        mean: In place of `tolerance`, the mean number of bits per weight; the rise of the loss is then minimized.
-        low: The smallest bitwidth.
-        high: The largest bitwidth.
-
-    >>> allocate({"a": 1.0, "b": 16.0}, {"a": 128, "b": 128}, 2 * 4.0**-4, low=2, high=8)
-    {'a': 4.0, 'b': 6.0}
-    >>> allocate({"a": 1.0, "b": 16.0}, {"a": 128, "b": 128}, mean=5, low=2, high=8)
-    {'a': 4.0, 'b': 6.0}
-    """
-    if (tolerance is None) == (mean is None):
-        raise UserError(f"Give either a tolerance or a mean, not both or neither: tolerance={tolerance!r}, mean={mean!r}.")
-    total = sum(weights[layer] for layer in sensitivity)
-
-    def chosen(price: float) -> dict[str, float]:
-        """Return the bitwidths at `price`, which is log2(p)."""
-        return {
-            layer: min(max((math.log2(a / weights[layer]) + price) / 2, low), high) if a > 0 else float(low)
-            for layer, a in sensitivity.items()
-        }
-
-    def missing(bitwidths: Mapping[str, float]) -> float:
-        """Return by how much bitwidths miss the goal; it decreases with the price."""
-        if mean is not None:
-            return mean - math.fsum(weights[layer] * b for layer, b in bitwidths.items()) / total
-        assert tolerance is not None
-        rise = math.fsum(max(a, 0.0) * math.pow(4.0, -bitwidths[layer]) for layer, a in sensitivity.items())
-        return math.log2(rise / tolerance) if rise else -math.inf
-
-    if missing(lowest := dict.fromkeys(sensitivity, float(low))) <= 0:
-        return lowest
-    if missing(highest := dict.fromkeys(sensitivity, float(high))) > 0:
-        raise UserError(
-            f"{high:g} bits in every layer are not enough for "
-            + (f"a mean of {mean:g}" if mean is not None else f"a rise of the loss by at most {tolerance:.3g}")
-            + ": raise the limit, or ask for less."
-        )
-    # Prices at which a layer reaches one of its limits. Between two of them the same layers are free. There `missing` is linear
-    # in the price for a mean, and for a tolerance it follows from the rise of the free layers.
-    limits = sorted(2 * b - math.log2(a / weights[layer]) for layer, a in sensitivity.items() if a > 0 for b in (low, high))
-    below = max(price for price in limits if missing(chosen(price)) > 0)
-    above = min((price for price in limits if price > below), default=below + 1)
-    middle = chosen((below + above) / 2)
-    if not (free := [layer for layer, b in middle.items() if low < b < high]):
-        return highest  # at the last price only a rounding error is missing
-    size = sum(weights[layer] for layer in free)
-    if mean is not None:
-        return chosen(below + 2 * total / size * missing(chosen(below)))
-    assert tolerance is not None
-    fixed = math.fsum(max(sensitivity[layer], 0.0) * math.pow(4.0, -b) for layer, b in middle.items() if layer not in free)
-    return chosen(math.log2(size / (tolerance - fixed)))
 
 
 FP32_MANTISSA = 23
