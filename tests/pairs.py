@@ -419,12 +419,7 @@ HYPER_ROWS = [[1e-2, 0.9, 0.95, 1e-8, 0.1, 1.0, 1.0], [3e-3, 0.8, 0.999, 1e-12, 
 
 
 def gradients_of(
-    pieces: Sequence[Piece],
-    dtype: torch.dtype,
-    seed: int,
-    mini: bool,
-    special: Sequence[float],
-    numbers: Numbers = hard_values,
+    pieces: Sequence[Piece], dtype: torch.dtype, seed: int, mini: bool, special: Sequence[float], numbers: Numbers = hard_values
 ) -> list[Tensor]:
     """Hard values, `special` ones among them; for Adam-mini multiples of 2^-4, whose squares add up exactly in any order."""
     found = []

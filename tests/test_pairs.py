@@ -77,22 +77,7 @@ def as_written(case: tuple[object, ...]) -> tuple[object, ...]:
     return tuple(map(repr, case))
 
 
-SPECIAL = [
-    0.0,
-    -0.0,
-    torch.inf,
-    -torch.inf,
-    torch.nan,
-    -torch.nan,
-    448.0,
-    464.0,
-    465.0,
-    480.0,
-    7.0,
-    3.4e38,
-    1e-45,
-    -1e-40,
-]
+SPECIAL = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, -torch.nan, 448.0, 464.0, 465.0, 480.0, 7.0, 3.4e38, 1e-45, -1e-40]
 
 
 @pytest.mark.parametrize("width", [8, 16, 32])
@@ -157,8 +142,7 @@ def test_axes_of_four_dimensions(text: str, axis: int, device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["e4m3 tile(16)", "e4m3 row", "e2m1 tile(16) nvfp4", "e2m1 tile(16) nvfp4 stochastic(16)", "int8 tile(16) pow2"],
+    "text", ["e4m3 tile(16)", "e4m3 row", "e2m1 tile(16) nvfp4", "e2m1 tile(16) nvfp4 stochastic(16)", "int8 tile(16) pow2"]
 )
 def test_lost_groups(text: str, device: str) -> None:
     """NaN and Inf poison their group and nothing else, on both sides."""
@@ -640,8 +624,7 @@ def test_sampled_weights_of_any_shape_and_block(shape: tuple[int, int], block: i
 
 @pytest.mark.sampled(without=["rounded_normal_exact-dtype4", "uniform-dtype8"])
 @pytest.mark.parametrize(
-    ("kind", "dtype"),
-    sweep(itertools.product(NOISES, [torch.float32, torch.bfloat16, torch.float16]), strength=1),
+    ("kind", "dtype"), sweep(itertools.product(NOISES, [torch.float32, torch.bfloat16, torch.float16]), strength=1)
 )
 def test_sampled_gradients(kind: str, dtype: torch.dtype, device: str) -> None:
     """Hard values make sums depend on their order; gradients of zeros keep the signs of zeros."""
