@@ -329,7 +329,7 @@ def test_predicted_optimizer_steps_are_those_of_the_benchmarks(states, measured)
     """Milliseconds of the 1B Llama in BF16 on an H200."""
     shape = SHAPES["1B"][0]
     found = 1e3 * Clock(shape, Setting(mode="bf16-sr", states=states), H200).update(shape.parameters, 0)
-    assert found == pytest.approx(measured, rel=0.08)
+    assert found == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize("row", TORCHAO, ids=lambda row: row[0])
