@@ -523,6 +523,9 @@ def test_an_impossible_goal_in_a_loop_of_ones_own():
         ("loss_scaling.init_scale=3", "precision.mode='fp16'"),
         ("optim.decay=0.5", "optim.schedule='wsd'"),
         ("monitor.tokens=7", "monitor.every"),
+        ("guard.most_skips=7", "guard.nonfinite='skip'"),
+        ("guard.overflow_share=0.5", "precision.mode='fp16'"),
+        ("guard.most_rollbacks=7", "guard.spike='rollback'"),
     ],
 )
 def test_a_setting_without_effect_is_refused(setting, needed):

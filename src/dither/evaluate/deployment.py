@@ -20,7 +20,7 @@ from dither.nn.bitwidths import learned_blocks, less_slack, sampled_layers
 from dither.nn.convert import reasons_left_alone
 from dither.nn.sites import find_sites, weight_of
 from dither.ops import quantize
-from dither.spec import Cast, Granularity, LayerPrecision, Plan
+from dither.spec import NAMED_CASTS, Cast, Granularity, LayerPrecision, Plan
 from dither.spec.bitwidths import DEPLOYABLE, deployable
 from dither.spec.formats import Format
 
@@ -89,7 +89,7 @@ def parse_cast(text: str) -> Cast:
     ('e2m1 block(32) fp32 nearest', 'e4m3 row fp32 nearest')
     """
     words = text.replace(":", " ").split()
-    alone = len(words) == 1 and not words[0].startswith(("mx", "nv"))
+    alone = len(words) == 1 and words[0] not in NAMED_CASTS
     return weight_cast(words[0]) if alone else Cast.parse(" ".join(words))
 
 

@@ -10,6 +10,7 @@ A sampled weight is w + R * amax * 2^(1 - b_t), with amax the largest magnitude 
 ['e2m1', 'e3m2', 'e4m3', 'bf16']
 """
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ def safe_bitwidth(
       another one: m + 1 - r.
     - `master="same"`: weights are numbers of the format, and noise above s / 2 suffices. Any b_t < m + 2 - r would do, but
       w_hat is rounded to float32 first. The result is the largest multiple of 2^-16 that is safe with both roundings.
+    For a codebook, s is its widest gap, and m the number of halvings from the largest value's binade to it, not always whole.
+
     - `guaranteed=False`: the paper's bound, m + 2 - r. With float32 master weights, noise of |R| = 2^-r may be as small as
       s / 2 there, and vanishes for up to half of the weights in that binade.
 
@@ -78,7 +81,7 @@ def safe_bitwidth(
         return float(m + 1 - r)
     # A power of two 2^a plus noise n must be rounded to more than 2^a + s / 2. In float32 that takes n > s / 2 + 2^(a - 24):
     # less is rounded to the midpoint, and then back to 2^a, which is even. 2^-22 bounds the rounding of n itself.
-    twice = math.ldexp(1.0, m - FP32_MANTISSA) if m < FP32_MANTISSA else 0.0
+    twice = 2.0 ** (m - FP32_MANTISSA) if m < FP32_MANTISSA else 0.0
     supremum = m + 2 - r - math.log2((1 + twice) / (1 - 2**-22))
     return math.floor(supremum * 2**16) / 2**16
 
@@ -117,8 +120,8 @@ def required_format(b_t: float, noise: str = "rounded_normal") -> RequiredFormat
 def capacity(format: str | Format, noise: str = "rounded_normal") -> int:
     """Return the largest b_t that `format` carries at inference by Table 2: its mantissa and its binades must both suffice.
 
-    >>> {name: capacity(name) for name in ("e2m1", "e2m3", "e3m2", "e4m3", "e3m4", "bf16")}
-    {'e2m1': 3, 'e2m3': 3, 'e3m2': 4, 'e4m3': 5, 'e3m4': 6, 'bf16': 9}
+    >>> {name: capacity(name) for name in ("nf4", "e2m1", "e2m3", "e3m2", "e4m3", "e3m4", "bf16")}
+    {'nf4': 2, 'e2m1': 3, 'e2m3': 3, 'e3m2': 4, 'e4m3': 5, 'e3m4': 6, 'bf16': 9}
     """
     element = Format.parse(format) if isinstance(format, str) else format
     if element.is_integer:
@@ -126,8 +129,10 @@ def capacity(format: str | Format, noise: str = "rounded_normal") -> int:
             f"Table 2 counts binades, and the integer format {element} has none: use a floating-point format such as 'e4m3'."
         )
     r = _smallest(noise)
-    binades = element.max_exponent - element.min_exponent + 1
-    return binades if r is None else min(binades, element.mantissa_bits + 2 - r)
+    m = _mantissa_bits(element)
+    first = math.log2(element.min_subnormal) + m  # where values begin to have m bits
+    binades = math.floor(element.max_exponent - first) + 1
+    return binades if r is None else min(binades, math.floor(m + 2 - r))
 
 
 def deployable(b_t: float, formats: Iterable[str] = DEPLOYABLE, noise: str = "rounded_normal") -> Format:
@@ -154,9 +159,10 @@ FP32_MANTISSA = 23
 """Mantissa bits of float32: w_hat is computed in float32 and then rounded to the operator's format."""
 
 
-def _mantissa_bits(format: Format) -> int:
-    """Return the number of bits below the leading one of numbers in the top binade; for integers, those of their range."""
-    return format.max_exponent - round(math.log2(format.spacing(format.max)))
+def _mantissa_bits(format: Format) -> float:
+    """Return log2(2^max_exponent / widest spacing): the mantissa bits of the top binade; of integers, those of their range."""
+    widest = max(b - a for a, b in itertools.pairwise(format.codebook)) if format.codebook else format.spacing(format.max)
+    return format.max_exponent - math.log2(widest)
 
 
 def _smallest(noise: str) -> int | None:

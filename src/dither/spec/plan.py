@@ -266,7 +266,11 @@ MOST_WILDCARDS = 10_000
 
 PLAN_KEYS = ("version", "layers", "default", "compute", "parameters", "master", "loss_scaling", "provenance", "definitions")
 
-CODE = {"scale rules": registry.SCALES, "roundings": registry.ROUNDINGS, "transforms": registry.TRANSFORMS}
+CODE: dict[str, registry.Table[Any]] = {
+    "scale rules": registry.SCALES,
+    "roundings": registry.ROUNDINGS,
+    "transforms": registry.TRANSFORMS,
+}
 """Definitions that a plan in JSON only names, with their origins, because they are code."""
 
 

@@ -25,6 +25,7 @@ from dither.report.figures import line_images
 from dither.report.run_folder import read_all
 from dither.report.watch import Follower
 from dither.settings import differences, value_at
+from dither.spec import registry
 from dither.tools.arms import Arm, Sweep, axis_value
 from dither.train import config as configs
 from dither.train.config import CONFIG, Config, Data, Optim, RunSettings
@@ -282,7 +283,8 @@ class _Pool:
             log.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"The folder {str(log.parent)!r} cannot be created: {error}.") from None
-        arguments = (trial.config, self.resume and trial.begun, self.command, str(log), parallel)
+        plugins = tuple(plugin.path for plugin in registry.PLUGINS.values())
+        arguments = (trial.config, self.resume and trial.begun, self.command, str(log), parallel, plugins)
         process = self.context.Process(target=_work, args=arguments, name=str(trial))
         process.start()
         self.running.append(_Running(label, trial, process, log, Follower(trial.folder)))
@@ -315,9 +317,11 @@ class _Pool:
             each.process.join()
 
 
-def _work(config: Config, resume: bool, command: tuple[str, ...], log: str, parallel: int) -> None:
+def _work(config: Config, resume: bool, command: tuple[str, ...], log: str, parallel: int, plugins: tuple[str, ...]) -> None:
     """Train one run in this process, which `_Pool` started. Its output goes to `log`."""
     begin_process(log, parallel)
+    for path in plugins:
+        registry.load_plugin(path)
     sys.exit(_trained(config, resume, command))
 
 

@@ -565,10 +565,17 @@ class Config:
 
     def _check_effects(self) -> None:
         """Raise if a field differs from its default and has no effect, since another one is missing."""
+        scaled = ("precision.mode='fp16'", self.precision.dtypes.plan.loss_scaling)
+        skips = ("guard.nonfinite='skip'", self.guard.nonfinite == "skip")
         needs = {
             "lora": ("lora.rank", self.lora.rank is not None),
             "snip": ("snip.target", self.snip.target is not None),
-            "loss_scaling": ("precision.mode='fp16'", self.precision.dtypes.plan.loss_scaling),
+            "loss_scaling": scaled,
+            "guard.overflow_share": scaled,
+            "guard.most_skips": skips,
+            "guard.skip_share": skips,
+            "guard.spike_": ("guard.spike", self.guard.spike != "ignore"),
+            "guard.most_rollbacks": ("guard.spike='rollback'", self.guard.spike == "rollback"),
             "optim.decay": ("optim.schedule='wsd'", self.optim.schedule == "wsd"),
             "monitor": ("monitor.every", self.monitor.every > 0),
         }
