@@ -49,7 +49,7 @@ def test_version_is_that_of_the_project():
     assert result.stdout == f"dither {dither.__version__}\n"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["version"] == dither.__version__
-    assert project["scripts"] == {"dither": "dither.cli:main"}
+    assert project["scripts"] == {"dither": "dither.__main__:main"}
 
 
 def test_formats_lists_every_format(capsys):
