@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -250,6 +251,8 @@ def test_an_installed_package_is_found_trains_and_resumes_bit_for_bit(installed,
         "formats": [{"name": "penta", "values": list(Format.parse("penta").codebook)}],
         "roundings": {"coin": "the package 'dither-penta'"},
     }
+    own_tests = runpy.run_path(str(EXAMPLE / "test_dither_penta.py"))
+    assert [test() for name, test in own_tests.items() if name.startswith("test_")] == [None, None]
     refused = in_another_process(OPEN, plan).stderr.splitlines()[-1]
     assert "needs the rounding 'coin', which is code of the package 'dither-penta' and not registered here: install" in refused
 
