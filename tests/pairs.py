@@ -36,6 +36,16 @@ SCALINGS = [
     "tile(16) nvfp4",
 ]
 ROUNDINGS = ["nearest", "stochastic(16)"]
+RULES = [
+    "e2m1 tile(32) pow2_round",
+    "e2m1 tile(32) pow2_rtz stochastic(16)",
+    "e4m3 block(16) pow2_round",
+    "e2m1 tile(16) four_over_six",
+    "e2m1 block(16) four_over_six",
+    "e4m3 tensor static(0.0123)",
+    "e5m2 tensor static(3) stochastic(8)",
+]
+"""Scale rules for which SCALINGS, times all formats, would be too many."""
 
 
 def casts(formats: list[str] = FORMATS, scalings: list[str] = SCALINGS, roundings: list[str] = ROUNDINGS) -> list[Cast]:

@@ -156,9 +156,21 @@ def test_axes_of_four_dimensions(text: str, axis: int, device: str) -> None:
     assert pairs.check_quantize(x.permute(2, 3, 0, 1), Cast.parse(text), axis) == 0
 
 
+@pytest.mark.parametrize("text", pairs.RULES)
+def test_scale_rules(text: str, device: str) -> None:
+    x = pairs.hard_values(37, 83, torch.bfloat16, 9, device)
+    for axis in (0, 1):
+        assert pairs.check_quantize(x, Cast.parse(text), axis, (2, 8)) == 0
+    if not Cast.parse(text).scaling.two_level:
+        assert pairs.check_both(x, Cast.parse(text)) == 0
+
+
 @pytest.mark.parametrize(
     "text",
-    ["e4m3 tile(16)", "e4m3 row", "e2m1 tile(16) nvfp4", "e2m1 tile(16) nvfp4 stochastic(16)", "int8 tile(16) pow2"],
+    [
+        *("e4m3 tile(16)", "e4m3 row", "e2m1 tile(16) nvfp4", "e2m1 tile(16) nvfp4 stochastic(16)", "int8 tile(16) pow2"),
+        *("e2m1 tile(16) four_over_six", "e4m3 tile(16) pow2_round"),
+    ],
 )
 def test_lost_groups(text: str, device: str) -> None:
     """NaN and Inf poison their group and nothing else, on both sides."""

@@ -287,7 +287,7 @@ def deploy_blocks(
             result = torch.where(by_weight == index, quantize(weight, cast).dequantize(), result)
             here = counts[chosen == index]
             shares[cast.format] = (here.sum() / counts.sum()).item()
-            scales = {"none": 0, "fp32": 32}.get(cast.scaling.kind, 8) * len(here)
+            scales = {"": 0, "fp32": 32}.get(cast.scaling.storage, 8) * len(here)
             bits += cast.element.bits * int(here.sum()) + scales
         cast_weights[f"{name}.weight"] = _deployed(name, weight, result, shares, bits / weight.numel())
     return _evaluated(model, cast_weights, evaluate)

@@ -228,11 +228,11 @@ def _casting(casts: tuple[Cast, ...], container: str, level: int = -1) -> Castin
         "" if own else container,
         stochastic=any(cast.round.kind == "stochastic" for cast in casts),
         delayed=kind == "delayed",
-        whole=kind != "nvfp4",
-        measured=first.group.kind == "tensor" and kind != "delayed" and all(cast.element.nan for cast in casts),
+        whole=not first.scaling.two_level,
+        measured=first.group.kind == "tensor" and kind not in ("delayed", "static") and all(cast.element.nan for cast in casts),
         level=level,
         fusible=own and text in fused.FUSIBLE,
-        square=first.group.kind in ("tensor", "block") and kind != "nvfp4" and Format.parse(container).bits == 8,
+        square=first.group.kind in ("tensor", "block") and not first.scaling.two_level and Format.parse(container).bits == 8,
     )
 
 

@@ -158,7 +158,7 @@ def quantize(
     options = (*_draw_arguments(draw), check_backend(backend))
     values, scale, tensor_scale = torch.ops.dither.quantize(x.detach(), str(cast), axis, amax, "", *options)
     _check_scales(x, cast, scale, measured=amax is None)
-    scales = (scale if cast.group.kind != "none" else None, tensor_scale if cast.scaling.kind == "nvfp4" else None)
+    scales = (scale if cast.group.kind != "none" else None, tensor_scale if cast.scaling.two_level else None)
     return Quantized(values, scales[0], cast, tuple(x.shape), axis, x.dtype, scales[1])
 
 
@@ -218,7 +218,7 @@ def quantize_both(
             f"quantize_both takes a matrix, not a tensor of shape {tuple(x.shape)}; flatten its leading dimensions first."
         )
     cast, _, draw = _prepare("quantize_both", x, cast, -1, stream, step, offset, amax)
-    if cast.scaling.kind == "nvfp4":
+    if cast.scaling.two_level:
         raise UserError(f"quantize_both does not take {str(cast)!r}: its scales differ along each axis; call quantize twice.")
     arguments = _draw_arguments(draw)
     *outputs, largest = torch.ops.dither.quantize_both(x.detach(), str(cast), amax, "", *arguments, check_backend(backend))
@@ -414,7 +414,7 @@ def _prepare(
             f"The cast {str(cast)!r} scales by earlier steps: pass amax=history.amax(cast), with a dither.AmaxHistory."
         )
     if amax is not None:
-        if cast.group.kind != "tensor" and cast.scaling.kind != "nvfp4":
+        if cast.group.kind != "tensor" and not cast.scaling.two_level:
             raise UserError(
                 f"amax= is the largest magnitude of a whole tensor, and the cast {str(cast)!r} "
                 "scales smaller groups: leave amax= out."

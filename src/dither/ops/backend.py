@@ -5,13 +5,15 @@ The marks for torch.compile do not import Dynamo, which takes longer to import t
 
 import functools
 import importlib.util
+import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 
-from dither.errors import UserError
+from dither.errors import PerformanceWarning, UserError
+from dither.spec import Cast
 from dither.spec.engines import Verified
 from dither.versions import version
 
@@ -56,6 +58,26 @@ def _use_kernel(device: torch.device, backend: str) -> bool:
 def implementation(name: str, device: torch.device, backend: str) -> ModuleType:
     """Return `dither.ops.triton.NAME` or `dither.ops.reference.NAME`, which have the same functions."""
     return _module("triton" if _use_kernel(device, backend) else "reference", name)
+
+
+def quantizer(cast: Cast, device: torch.device, backend: str) -> ModuleType:
+    """Return the implementation of a cast: the reference on every device if the cast has no kernel."""
+    if cast.kernel:
+        return implementation("quantize", device, backend)
+    if backend == "kernel":
+        raise UserError(f"The cast {str(cast)!r} has no kernel: pass backend='auto' or 'reference'.")
+    if device.type == "cuda":
+        _warn_of_reference(str(cast))
+    return _module("reference", "quantize")
+
+
+@functools.cache
+def _warn_of_reference(cast: str) -> None:
+    warnings.warn(
+        f"The cast {cast!r} has no kernel and runs in plain torch operations, which read and write the tensor many times.",
+        PerformanceWarning,
+        stacklevel=2,
+    )
 
 
 @functools.cache

@@ -37,8 +37,7 @@ def integer_dtype(format: Format) -> torch.dtype:
 
 def scale_dtype(cast: Cast) -> torch.dtype:
     """Return the dtype in which the scales of groups are stored."""
-    kind = cast.scaling.kind
-    return torch.float8_e8m0fnu if kind in ("pow2", "pow2_ceil") else torch.float8_e4m3fn if kind == "nvfp4" else torch.float32
+    return {"e8m0": torch.float8_e8m0fnu, "e4m3": torch.float8_e4m3fn}.get(cast.scaling.storage, torch.float32)
 
 
 def empty_lines(x: Tensor, cast: Cast, layout: GroupLayout, container: Format) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dither.errors import UserError
 from dither.ops import storage
-from dither.ops.backend import implementation
+from dither.ops.backend import implementation, quantizer
 from dither.ops.reference.loss import gradients_like
 from dither.ops.reference.matmul import Operand
 from dither.ops.reference.sampling import LN2, pow2, to_dtype
@@ -176,7 +176,7 @@ def _operand(values: Tensor, scale: Tensor | None, tensor: Tensor | None, text: 
         scale = None
     elif scale is not None and scale.dtype != storage.scale_dtype(cast):
         scale = scale.view(storage.scale_dtype(cast))
-    return Operand(values, scale, tensor if cast.scaling.kind == "nvfp4" else None, cast, length)
+    return Operand(values, scale, tensor if cast.scaling.two_level else None, cast, length)
 
 
 def cast_one(
@@ -199,7 +199,7 @@ def cast_one(
         return code.quantize(x, _casts(text), level, axis, draw, amax, Format.parse(container), out)  # type: ignore[no-any-return]
     cast = Cast.parse(text)
     _check_hidden_nan(x, cast, amax)
-    code = implementation("quantize", x.device, backend)
+    code = quantizer(cast, x.device, backend)
     return code.quantize(x, cast, axis, draw, amax, _container(container, cast), out)  # type: ignore[no-any-return]
 
 
@@ -220,14 +220,14 @@ def cast_both(
         return code.quantize_both(x, _casts(text), level, draw, amax, Format.parse(container), out)  # type: ignore[no-any-return]
     cast = Cast.parse(text)
     _check_hidden_nan(x, cast, amax)
-    code = implementation("quantize", x.device, backend)
+    code = quantizer(cast, x.device, backend)
     return code.quantize_both(x, cast, draw, amax, _container(container, cast), out, largest)  # type: ignore[no-any-return]
 
 
 def _empty_one(x: Tensor, cast: str, axis: int, container: str) -> tuple[Tensor, Tensor, Tensor]:
     parsed = _casts(cast)[0]
     values, scale = storage.empty_outputs(x, parsed, axis, _container(container, parsed))
-    return values, scale, x.new_empty(() if parsed.scaling.kind == "nvfp4" else (0,), dtype=torch.float32)
+    return values, scale, x.new_empty(() if parsed.scaling.two_level else (0,), dtype=torch.float32)
 
 
 def _empty_both(x: Tensor, cast: str, container: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -289,8 +289,9 @@ def _fake_quantize_op(
     column: int,
     backend: str,
 ) -> Tensor:
-    code = implementation("quantize", x.device, backend)
-    return code.fake_quantize(x, Cast.parse(cast), axis, _draw_of(key, step, row, column), amax)  # type: ignore[no-any-return]
+    parsed = Cast.parse(cast)
+    code = quantizer(parsed, x.device, backend)
+    return code.fake_quantize(x, parsed, axis, _draw_of(key, step, row, column), amax)  # type: ignore[no-any-return]
 
 
 _fake_quantize_op.register_autograd(lambda ctx, grad: (grad, *[None] * 8))  # straight-through
@@ -490,7 +491,7 @@ def _quantize_apart_op(x: Tensor, along: str, across: str, backend: str) -> tupl
     casts = Cast.parse(along), Cast.parse(across)
     for cast in casts:
         _check_hidden_nan(x, cast, None)
-    code = implementation("quantize", x.device, backend)
+    code = quantizer(min(casts, key=lambda cast: cast.kernel), x.device, backend)
     return code.quantize_apart(x, *casts)  # type: ignore[no-any-return]
 
 

@@ -3,7 +3,7 @@
 import functools
 import re
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from dither.errors import UserError
 from dither.spec.checks import did_you_mean
@@ -23,16 +23,49 @@ class Granularity:
         return _parse_granularity(_text("granularity", text))
 
 
+ScaleKind = Literal[
+    "none", "fp32", "mse", "pow2", "pow2_ceil", "pow2_round", "pow2_rtz", "nvfp4", "four_over_six", "delayed", "static"
+]
+
+TWO_LEVELS = ("nvfp4", "four_over_six")
+"""Scales of blocks in E4M3 below one float32 scale of the tensor."""
+
+SCALES: tuple[ScaleKind, ...] = (*(kind for kind in get_args(ScaleKind) if kind not in ("delayed", "static")),)
+"""Scales that are written as one word."""
+
+MOST_COMPARED = 256
+"""Largest group of `four_over_six`: its sums of squared errors are integers of 32 bits."""
+
+
 @dataclass(frozen=True)
 class Scale:
-    """The rule for a group's scale, given its largest magnitude. `history`, `margin` and `algo` belong to `delayed`."""
+    """The rule for a group's scale: `dither.ops.reference.scales` defines each.
 
-    kind: Literal["none", "fp32", "pow2", "pow2_ceil", "nvfp4", "delayed"]
+    `history`, `margin` and `algo` belong to `delayed`.
+    """
+
+    kind: ScaleKind
     history: int = 0
     margin: int = 0
     algo: Literal["max", "most_recent"] = "max"
+    arguments: tuple[float, ...] = ()
+    """The arguments of the rule, such as (0.5,) of `static(0.5)`."""
+
+    @property
+    def storage(self) -> Literal["", "fp32", "e8m0", "e4m3"]:
+        """Return the format of stored scales: E8M0 for powers of two, E4M3 for blocks below a scale of the tensor."""
+        if self.kind == "none":
+            return ""
+        return "e8m0" if self.kind.startswith("pow2") else "e4m3" if self.kind in TWO_LEVELS else "fp32"
+
+    @property
+    def two_level(self) -> bool:
+        """Return True if the tensor has a scale of its own above those of its blocks."""
+        return self.kind in TWO_LEVELS
 
     def __str__(self) -> str:
+        if self.arguments:
+            return f"{self.kind}({','.join(f'{value!r}'.removesuffix('.0') for value in self.arguments)})"
         if self.kind != "delayed":
             return self.kind
         options = [self.margin, self.algo] if self.algo != "max" else [self.margin] if self.margin else []
@@ -40,7 +73,7 @@ class Scale:
 
     @classmethod
     def parse(cls, text: str) -> "Scale":
-        """Parse `none`, `fp32`, `pow2`, `pow2_ceil`, `nvfp4` or `delayed(history[,margin[,algo]])`."""
+        """Parse a name in SCALES, `static(scale)` or `delayed(history[,margin[,algo]])`; `pow2_floor` is `pow2`."""
         return _parse_scale(_text("scale", text))
 
 
@@ -74,7 +107,7 @@ class Cast:
     granularity: str = "none"
     """The elements that share a scale: none, tensor, row, block(n) or tile(n)."""
     scale: str = "none"
-    """none, fp32 (any scale), pow2 (OCP MX), pow2_ceil (MX that never clips), nvfp4, or delayed(history)."""
+    """none, fp32, mse, pow2, pow2_ceil, pow2_round, pow2_rtz, nvfp4, four_over_six, static(scale) or delayed(history)."""
     rounding: str = "nearest"
     """nearest, stochastic(bits) or toward_zero."""
 
@@ -103,17 +136,30 @@ class Cast:
                 f"A cast is either unscaled (granularity='none', scale='none') or has both a granularity and a scale; "
                 f"given were granularity={self.granularity!r} and scale={self.scale!r}."
             )
-        if scale.kind == "nvfp4" and group.kind not in ("tile", "block"):
-            raise UserError(f"scale='nvfp4' scales small groups: use granularity='tile(16)', not {self.granularity!r}.")
-        if scale.kind == "nvfp4" and element.bits > 8:
-            raise UserError(f"scale='nvfp4' is for formats of at most 8 bits, such as 'e2m1', not for {element}.")
-        if scale.kind == "delayed" and not element.nan:
+        if scale.two_level and group.kind not in ("tile", "block"):
+            raise UserError(f"scale={self.scale!r} scales small groups: use granularity='tile(16)', not {self.granularity!r}.")
+        if scale.two_level and element.bits > 8:
+            raise UserError(f"scale={self.scale!r} is for formats of at most 8 bits, such as 'e2m1', not for {element}.")
+        if scale.kind == "four_over_six":
+            if element.name != "e2m1" or rounding.kind != "nearest":
+                raise UserError(f"scale='four_over_six' compares two nearest casts to e2m1: write 'e2m1', not {self}.")
+            if group.size ** (2 if group.kind == "block" else 1) > MOST_COMPARED:
+                raise UserError(
+                    f"scale='four_over_six' takes groups of up to {MOST_COMPARED} values, not {self.granularity}."
+                )
+        if scale.kind == "mse" and rounding.kind != "nearest":
+            raise UserError(
+                f"scale='mse' lowers the error of rounding to nearest: use it so, not with {self.rounding!r}."
+            )
+        if scale.kind in ("delayed", "static") and not element.nan:
             # A scale from earlier steps cannot be NaN when this step's tensor holds one, so the codes must hold it.
-            raise UserError(f"Delayed scaling needs a format with NaN, such as 'e4m3' or 'e5m2', not {element}.")
+            word = scale.kind.capitalize()
+            raise UserError(f"{word} scaling needs a format with NaN, such as 'e4m3' or 'e5m2', not {element}.")
         if scale.kind == "delayed" and not 0 <= scale.margin <= element.max_exponent:
             raise UserError(f"The margin of {self.scale!r} for {element} is from 0 to {element.max_exponent} powers of two.")
-        if scale.kind == "delayed" and group.kind != "tensor":
-            raise UserError(f"Delayed scaling has one scale per tensor: use granularity='tensor', not {self.granularity!r}.")
+        if scale.kind in ("delayed", "static") and group.kind != "tensor":
+            word = scale.kind.capitalize()
+            raise UserError(f"{word} scaling has one scale per tensor: use granularity='tensor', not {self.granularity!r}.")
         if group.kind != "none" and element.exponent_bits == 8:
             raise UserError(f"{element} has float32's range and needs no scale: use granularity='none' and scale='none'.")
         # Rounding works on 30 bits: the mantissa and the random bits below it must fit.
@@ -135,6 +181,11 @@ class Cast:
         e2m1 tile(32) pow2_ceil stochastic(16)
         """
         return _parse_cast(_text("cast", text))
+
+    @property
+    def kernel(self) -> bool:
+        """Return True if kernels cast so; otherwise the reference does, on every device."""
+        return self.scaling.kind != "mse"
 
     def __str__(self) -> str:
         scaled = [] if self.granularity == "none" else [self.granularity, self.scale]
@@ -179,14 +230,20 @@ def _parse_granularity(text: str) -> Granularity:
 
 @functools.cache
 def _parse_scale(text: str) -> Scale:
-    if text in ("none", "fp32", "pow2", "pow2_ceil", "nvfp4"):
-        return Scale(text)  # type: ignore[arg-type]
+    if text in SCALES:
+        return Scale(text)
+    if text == "pow2_floor":
+        return Scale("pow2")
+    if match := re.fullmatch(r"static\((\d+(?:\.\d*)?(?:e[+-]?\d{1,3})?)\)", text):
+        if not 2.0**-126 <= float(match[1]) <= 2.0**126:
+            raise UserError(f"The scale of {text!r} is a number from 2^-126 to 2^126, about 1e-38 to 1e+38.")
+        return Scale("static", arguments=(float(match[1]),))
     delayed = r"delayed\(([1-9]\d{0,18})(?:,(-?\d{1,18})(?:,(max|most_recent))?)?\)"
     if isinstance(text, str) and (match := re.fullmatch(delayed, text)):
         return Scale("delayed", int(match[1]), int(match[2] or 0), match[3] or "max")  # type: ignore[arg-type]
     raise UserError(
-        f"There is no scale {text!r}{did_you_mean(str(text), ['fp32', 'pow2', 'pow2_ceil', 'nvfp4'])}: "
-        "choose 'none', 'fp32', 'pow2', 'pow2_ceil', 'nvfp4', 'delayed(history)' or 'delayed(history,margin,max|most_recent)'."
+        f"There is no scale {text!r}{did_you_mean(str(text), SCALES)}: choose {', '.join(map(repr, SCALES))}, "
+        "'static(scale)', 'delayed(history)' or 'delayed(history,margin,max|most_recent)'."
     )
 
 

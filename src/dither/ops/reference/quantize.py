@@ -131,7 +131,7 @@ def _scaled_values(
         random = layout.matrices(philox.random_bits(draw, *matrix_size(x), cast.round.width).reshape(x.shape))
     factors = factors_of(x_BRC, cast, layout, given_amax)
     if factors is not None:
-        x_BRC = _product(x_BRC, scales.spread(factors.multiply, layout))
+        x_BRC = scales.product(x_BRC, scales.spread(factors.multiply, layout))
     return rounding.round_values(x_BRC, cast.element, cast.round, True, random), factors
 
 
@@ -143,24 +143,20 @@ def factors_of(x_BRC: Tensor, cast: Cast, layout: GroupLayout, given_amax: Tenso
     if cast.group.kind == "none":
         return None
     tensor_amax = None
-    if cast.scaling.kind == "nvfp4":
+    if cast.scaling.kind == "static":
+        groups = x_BRC.new_zeros(1, 1, 1)
+    elif cast.scaling.two_level:
         tensor_amax = amax(x_BRC) if given_amax is None else given_amax
         groups = scales.group_amax(x_BRC, layout)
     elif given_amax is not None:
         groups = given_amax.reshape(1, 1, 1)
     else:
         groups = scales.group_amax(x_BRC, layout)
-    return scales.factors(groups, tensor_amax, cast.element, cast.scaling, cast.round)
-
-
-def _product(x: Tensor, multiply: Tensor) -> Tensor:
-    """Return x * multiply; finite overflow saturates at the largest float32.
-
-    A NaN factor gives NaN with x's sign: devices disagree on the sign of such a product, so it is set here.
-    """
-    limit = torch.finfo(torch.float32).max
-    product = torch.where(x.isfinite(), (x * multiply).clamp(-limit, limit), x * multiply)
-    return torch.where(multiply.isnan(), torch.full_like(x, torch.nan).copysign(x), product)
+    candidates = [
+        scales.factors(groups, tensor_amax, cast.element, cast.scaling, cast.round, wider)
+        for wider in scales.SEARCHED.get(cast.scaling.kind, (1.0,))
+    ]
+    return candidates[0] if len(candidates) == 1 else scales.least_error(x_BRC, cast, layout, candidates)
 
 
 def restored(values: Tensor, restore: Tensor | None, tensor: Tensor | None, dtype: torch.dtype) -> Tensor:

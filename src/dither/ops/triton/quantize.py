@@ -92,15 +92,15 @@ def _dequantize_kernel(
     if S.KIND != "none":
         group = scale_ptr + batch * scale_batch + (line // gp)[:, None] * scale_line + (at // gq)[None, :] * scale_group
         stored = tl.load(group, mask=inside, other=0)
-        if S.KIND == "pow2" or S.KIND == "pow2_ceil":
+        if S.STORED == "e8m0":
             exponent = stored.to(tl.int32)
             restore = as_float(tl.where(exponent == 0, 1 << 22, tl.where(exponent == 255, 0x7FC00000, exponent << 23)))
-        elif S.KIND == "nvfp4":
+        elif S.STORED == "e4m3":
             restore = decode(stored.to(tl.int32), E)
             tensor = tl.load(tensor_ptr)
         else:
             restore = stored
-    result = restored(value, restore, tensor, out_ptr.dtype.element_ty, S.KIND != "none", S.KIND == "nvfp4", NATIVE)
+    result = restored(value, restore, tensor, out_ptr.dtype.element_ty, S.KIND != "none", S.STORED == "e4m3", NATIVE)
     tl.store(out_ptr + batch * out_batch + line[:, None] * out_line + at[None, :] * out_element, result, mask=inside)
 
 
@@ -408,7 +408,7 @@ def quantize_both(
         return outputs
     amax = measured
     if cast.group.kind == "tensor":
-        amax = amax_bits(x) if given_amax is None else given_amax
+        amax = _tensor_amax(x, cast) if given_amax is None else given_amax
     if launch is not None:
         launch(x, *along, *across, amax, measured, *draw_arguments(draw))
     elif cast.group.kind == "tensor":
@@ -494,17 +494,17 @@ def _launch(
     """Write codes (or, if `fake`, values) to `out` and scales to `scale`. Return nvfp4's tensor scale, or an empty one."""
     kind = cast.group.kind
     x_BRC = layout.matrices(x)
-    tensor = x.new_empty(() if cast.scaling.kind == "nvfp4" else (0,), dtype=torch.float32)
+    tensor = x.new_empty(() if cast.scaling.two_level else (0,), dtype=torch.float32)
     tensor_amax = line_amax = tensor
     measure = kind in ("tile", "block") or (kind == "row" and not layout.along_rows and 0 < layout.columns <= LONGEST_ROW)
-    if cast.scaling.kind == "nvfp4":
+    if cast.scaling.two_level:
         tensor_amax = amax_bits(x) if given_amax is None else given_amax.view(torch.int32)
         store_factors(tensor_amax, tensor, cast)
     elif kind != "none" and not measure:
         if given_amax is not None:
             line_amax = given_amax.view(torch.int32)
         else:
-            line_amax = amax_bits(x) if kind == "tensor" else line_amax_bits(x_BRC, layout.along_rows)
+            line_amax = _tensor_amax(x, cast) if kind == "tensor" else line_amax_bits(x_BRC, layout.along_rows)
         if not fake:
             store_factors(line_amax, _bits(scale), cast)
     if not x.numel():
@@ -572,6 +572,11 @@ def _one_launch(
         num_warps=warps,
         maxnreg=REGISTERS if not drawn[0] and warps == 4 else None,
     )
+
+
+def _tensor_amax(x: Tensor, cast: Cast) -> Tensor:
+    """Return the bits of the largest magnitude of x, 0-d int32; a static scale asks for none."""
+    return torch.zeros((), dtype=torch.int32, device=x.device) if cast.scaling.kind == "static" else amax_bits(x)
 
 
 def _drawn(cast: Cast, draw: Draw | None) -> tuple[bool, bool, bool]:
