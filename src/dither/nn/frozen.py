@@ -208,5 +208,7 @@ def _check(layer: Linear) -> None:
             f"The layer {layer.name!r} scales by the magnitudes of earlier steps, and a frozen weight has none: use a recipe "
             "with current scales, such as fp8-block or mxfp8."
         )
+    if precision.requantize or any(cast is not None and cast.turn.size for cast in casts):
+        raise UserError(f"The layer {layer.name!r} transforms operands or casts them twice, which frozen weights do not allow.")
     if precision.cast("forward", "weight") is None:
         raise UserError(f"The layer {layer.name!r} does not cast its weight in the forward product: it has no codes to keep.")

@@ -18,10 +18,11 @@ from torch import Tensor
 from dither.errors import UserError
 from dither.ops import storage
 from dither.ops.backend import implementation, quantizer
+from dither.ops.reference import transforms
 from dither.ops.reference.loss import gradients_like
 from dither.ops.reference.matmul import Operand
 from dither.ops.reference.sampling import LN2, pow2, to_dtype
-from dither.spec import Cast, Rounding, groups
+from dither.spec import Cast, Rounding, Transform, groups
 from dither.spec.formats import Format
 from dither.spec.random import Draw
 
@@ -135,6 +136,19 @@ def _round_to_op(
     code = implementation("rounding", x.device, backend)
     draw = _draw_of(key, step, row, column)
     return code.round_to(x, Format.parse(format), Rounding.parse(rounding), saturate, draw)  # type: ignore[no-any-return]
+
+
+def _empty_transform(x: Tensor, transform: str, axis: int) -> Tensor:
+    size = list(x.shape)
+    width = Transform.parse(transform).size
+    size[axis] = -(-size[axis] // width) * width
+    return x.new_empty(size, dtype=torch.float32)
+
+
+@operator(_empty_transform)
+def _transform_op(x: Tensor, transform: str, axis: int, place: Tensor | None, after: Tensor | None) -> Tensor:
+    """Return the matrix x, transformed along `axis` and padded, in float32; see `reference.transforms`."""
+    return transforms.transform(x, Transform.parse(transform), axis, place)
 
 
 @custom_operator(lambda x: x.new_empty((), dtype=torch.float32))

@@ -15,6 +15,7 @@ from dither.spec.cast import Cast as Cast
 from dither.spec.cast import Granularity as Granularity
 from dither.spec.cast import Rounding as Rounding
 from dither.spec.cast import Scale as Scale
+from dither.spec.cast import Transform as Transform
 from dither.spec.checks import did_you_mean as did_you_mean
 from dither.spec.layer import OPERANDS as OPERANDS
 from dither.spec.layer import PRODUCTS as PRODUCTS

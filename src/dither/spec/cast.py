@@ -1,8 +1,8 @@
-"""Cast: the format, granularity, scale and rounding of a tensor, as frozen data and as text."""
+"""Cast: the format, granularity, scale, rounding and transform of a tensor, as frozen data and as text."""
 
 import functools
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from dither.errors import UserError
@@ -24,13 +24,13 @@ class Granularity:
 
 
 ScaleKind = Literal[
-    "none", "fp32", "mse", "pow2", "pow2_ceil", "pow2_round", "pow2_rtz", "nvfp4", "four_over_six", "delayed", "static"
+    "none", "fp32", "mse", "pow2", "pow2_ceil", "pow2_round", "pow2_rtz", "nvfp4", "four_over_six", "eden", "delayed", "static"
 ]
 
-TWO_LEVELS = ("nvfp4", "four_over_six")
+TWO_LEVELS = ("nvfp4", "four_over_six", "eden")
 """Scales of blocks in E4M3 below one float32 scale of the tensor."""
 
-SCALES: tuple[ScaleKind, ...] = (*(kind for kind in get_args(ScaleKind) if kind not in ("delayed", "static")),)
+SCALES: tuple[ScaleKind, ...] = (*(kind for kind in get_args(ScaleKind) if kind not in ("eden", "delayed", "static")),)
 """Scales that are written as one word."""
 
 MOST_COMPARED = 256
@@ -95,9 +95,39 @@ class Rounding:
         return 8 if self.bits <= 8 else 16 if self.bits <= 16 else 32
 
 
+Signs = Literal["plain", "fixed", "redrawn"]
+
+
+@dataclass(frozen=True)
+class Transform:
+    """A Hadamard transform of every `size` elements along the axis that a product sums over, before the cast.
+
+    It is orthogonal: a product of two operands that have the same transform stays the same but for the errors of their casts.
+    """
+
+    size: int = 0
+    """The width of the transform; 0 for none."""
+    signs: Signs = "plain"
+    """Signs that elements are multiplied by first: none, one vector for all layers and runs, or one per layer and step."""
+
+    def __str__(self) -> str:
+        if not self.size:
+            return "none"
+        return f"hadamard({self.size})" if self.signs == "fixed" else f"hadamard({self.size},{self.signs})"
+
+    @classmethod
+    def parse(cls, text: str) -> "Transform":
+        """Parse `none` or `hadamard(size[,plain|fixed|redrawn])`; signs are fixed by default.
+
+        >>> Transform.parse("hadamard(16)")
+        Transform(size=16, signs='fixed')
+        """
+        return _parse_transform(_text("transform", text))
+
+
 @dataclass(frozen=True)
 class Cast:
-    """The cast of a tensor to few bits: four strings, each with one canonical spelling.
+    """The cast of a tensor to few bits: five strings, each with one canonical spelling.
 
     Example: `Cast("e4m3", "tile(128)", "fp32")` scales each 1 x 128 tile so that its largest magnitude becomes 448.
     """
@@ -110,6 +140,8 @@ class Cast:
     """none, fp32, mse, pow2, pow2_ceil, pow2_round, pow2_rtz, nvfp4, four_over_six, static(scale) or delayed(history)."""
     rounding: str = "nearest"
     """nearest, stochastic(bits) or toward_zero."""
+    transform: str = "none"
+    """none, or hadamard(size[,plain|fixed|redrawn]), which operands of a product have in common."""
 
     # Parsed once, so that compiled code reads them as constants.
     element: Format = field(init=False, repr=False, compare=False)
@@ -120,13 +152,17 @@ class Cast:
     """The parsed `scale`."""
     round: Rounding = field(init=False, repr=False, compare=False)
     """The parsed `rounding`."""
+    turn: Transform = field(init=False, repr=False, compare=False)
+    """The parsed `transform`."""
 
     def __post_init__(self) -> None:
         element, group = Format.parse(self.format), Granularity.parse(self.granularity)
         scale, rounding = Scale.parse(self.scale), Rounding.parse(self.rounding)
-        for name, parsed in (("element", element), ("group", group), ("scaling", scale), ("round", rounding)):
+        turn = Transform.parse(self.transform)
+        parts = {"element": element, "group": group, "scaling": scale, "round": rounding, "turn": turn}
+        for name, parsed in parts.items():
             object.__setattr__(self, name, parsed)
-        for text, canonical in ((self.format, element.name), (self.scale, str(scale))):
+        for text, canonical in ((self.format, element.name), (self.scale, str(scale)), (self.transform, str(turn))):
             if text != canonical:  # so that equal casts are equal strings
                 raise UserError(f"Write {canonical!r} for {text!r} in a Cast; Cast.parse takes other spellings too.")
         if not element.signed:
@@ -144,13 +180,16 @@ class Cast:
             if element.name != "e2m1" or rounding.kind != "nearest":
                 raise UserError(f"scale='four_over_six' compares two nearest casts to e2m1: write 'e2m1', not {self}.")
             if group.size ** (2 if group.kind == "block" else 1) > MOST_COMPARED:
+                raise UserError(f"scale='four_over_six' takes groups of up to {MOST_COMPARED} values, not {self.granularity}.")
+        if scale.kind == "eden":
+            tiles = group.kind == "tile" and scale.arguments[0] % group.size == 0
+            if element.name != "e2m1" or not tiles or rounding.kind != "stochastic":
                 raise UserError(
-                    f"scale='four_over_six' takes groups of up to {MOST_COMPARED} values, not {self.granularity}."
+                    f"scale={self.scale!r} rounds the scales of tiles of e2m1 stochastically: write "
+                    f"'e2m1 tile(16) {self.scale} stochastic(16)', not {str(self)!r}."
                 )
         if scale.kind == "mse" and rounding.kind != "nearest":
-            raise UserError(
-                f"scale='mse' lowers the error of rounding to nearest: use it so, not with {self.rounding!r}."
-            )
+            raise UserError(f"scale='mse' lowers the error of rounding to nearest: use it so, not with {self.rounding!r}.")
         if scale.kind in ("delayed", "static") and not element.nan:
             # A scale from earlier steps cannot be NaN when this step's tensor holds one, so the codes must hold it.
             word = scale.kind.capitalize()
@@ -160,6 +199,8 @@ class Cast:
         if scale.kind in ("delayed", "static") and group.kind != "tensor":
             word = scale.kind.capitalize()
             raise UserError(f"{word} scaling has one scale per tensor: use granularity='tensor', not {self.granularity!r}.")
+        if scale.kind == "delayed" and turn.size:
+            raise UserError(f"Delayed scaling keeps the magnitudes of a tensor as it is: use it without {self.transform!r}.")
         if group.kind != "none" and element.exponent_bits == 8:
             raise UserError(f"{element} has float32's range and needs no scale: use granularity='none' and scale='none'.")
         # Rounding works on 30 bits: the mantissa and the random bits below it must fit.
@@ -172,7 +213,7 @@ class Cast:
 
     @classmethod
     def parse(cls, text: str) -> "Cast":
-        """Parse a cast: `format [granularity [scale]] [rounding]`, or `name [rounding]`.
+        """Parse a cast: `format [granularity [scale]] [rounding] [transform]`, or `name [rounding] [transform]`.
 
         Names are `mxfp8`, `mxfp6`, `mxfp4` and `nvfp4`. The default scale of a granularity is `fp32`. A stochastic MX cast has
         the scale `pow2_ceil`, because clipping would bias it.
@@ -185,14 +226,25 @@ class Cast:
     @property
     def kernel(self) -> bool:
         """Return True if kernels cast so; otherwise the reference does, on every device."""
-        return self.scaling.kind != "mse"
+        return self.scaling.kind not in ("mse", "eden")
 
     def __str__(self) -> str:
         scaled = [] if self.granularity == "none" else [self.granularity, self.scale]
-        return " ".join([self.format, *scaled, self.rounding])
+        return " ".join([self.format, *scaled, self.rounding, *([self.transform] if self.turn.size else [])])
+
+    @functools.cached_property
+    def unturned(self) -> "Cast":
+        """Return the cast without its transform, for a tensor that has been transformed."""
+        return replace(self, transform="none") if self.turn.size else self
 
 
-EXAMPLES = {"granularity": "tile(128)", "scale": "fp32", "rounding": "nearest", "cast": "e4m3 tile(128) fp32 nearest"}
+EXAMPLES = {
+    "granularity": "tile(128)",
+    "scale": "fp32",
+    "rounding": "nearest",
+    "transform": "hadamard(16)",
+    "cast": "e4m3 tile(128) fp32 nearest",
+}
 
 NAMED_CASTS = {
     "mxfp8": ("e4m3", "tile(32)", "pow2"),
@@ -201,6 +253,9 @@ NAMED_CASTS = {
     "nvfp4": ("e2m1", "tile(16)", "nvfp4"),
 }
 """Usual names of a format with its scaling."""
+
+TRANSFORM_SIZES = (16, 32, 64, 128)
+"""Widths of Hadamard transforms."""
 
 GROUP_SIZES = {"tile": (4, 1024), "block": (4, 128)}
 """The smallest and largest group of each kind. Sizes are powers of two, as GPU reductions need them."""
@@ -234,6 +289,8 @@ def _parse_scale(text: str) -> Scale:
         return Scale(text)
     if text == "pow2_floor":
         return Scale("pow2")
+    if (match := re.fullmatch(r"eden\((\d{1,4})\)", text)) and int(match[1]) in TRANSFORM_SIZES:
+        return Scale("eden", arguments=(float(match[1]),))
     if match := re.fullmatch(r"static\((\d+(?:\.\d*)?(?:e[+-]?\d{1,3})?)\)", text):
         if not 2.0**-126 <= float(match[1]) <= 2.0**126:
             raise UserError(f"The scale of {text!r} is a number from 2^-126 to 2^126, about 1e-38 to 1e+38.")
@@ -243,7 +300,7 @@ def _parse_scale(text: str) -> Scale:
         return Scale("delayed", int(match[1]), int(match[2] or 0), match[3] or "max")  # type: ignore[arg-type]
     raise UserError(
         f"There is no scale {text!r}{did_you_mean(str(text), SCALES)}: choose {', '.join(map(repr, SCALES))}, "
-        "'static(scale)', 'delayed(history)' or 'delayed(history,margin,max|most_recent)'."
+        "'eden(values)', 'static(scale)', 'delayed(history)' or 'delayed(history,margin,max|most_recent)'."
     )
 
 
@@ -260,10 +317,25 @@ def _parse_rounding(text: str) -> Rounding:
 
 
 @functools.cache
+def _parse_transform(text: str) -> Transform:
+    if text == "none":
+        return Transform()
+    match = re.fullmatch(r"hadamard\((\d{1,4})(?:,(plain|fixed|redrawn))?\)", text)
+    if match is not None and int(match[1]) in TRANSFORM_SIZES:
+        return Transform(int(match[1]), match[2] or "fixed")  # type: ignore[arg-type]
+    raise UserError(
+        f"There is no transform {text!r}: choose 'none', 'hadamard(size)', 'hadamard(size,plain)' or "
+        f"'hadamard(size,redrawn)' with a size of {', '.join(map(str, TRANSFORM_SIZES))}."
+    )
+
+
+@functools.cache
 def _parse_cast(text: str) -> Cast:
     if not text.split():
         raise UserError(f"A cast is written like 'e4m3 tile(128) fp32 nearest' or 'mxfp4', not {text!r}.")
     words = text.split()
+    if len(words) > 1 and words[-1].startswith("hadamard"):
+        return replace(_parse_cast(" ".join(words[:-1])), transform=str(Transform.parse(words[-1])))
     rounding = words.pop() if len(words) > 1 and re.match(r"nearest|toward_zero|stochastic", words[-1]) else "nearest"
     if len(words) == 1 and words[0] in NAMED_CASTS:
         element, granularity, scale = NAMED_CASTS[words[0]]
@@ -278,6 +350,6 @@ def _parse_cast(text: str) -> Cast:
     if len(words) == 3:
         return Cast(element, words[1], str(Scale.parse(words[2])), rounding)
     raise UserError(
-        f"A cast is written 'format [granularity [scale]] [rounding]', such as 'e4m3 tile(128) fp32 nearest'; "
+        f"A cast is written 'format [granularity [scale]] [rounding] [transform]', such as 'e4m3 tile(128) fp32 nearest'; "
         f"given was {text!r}."
     )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dither.ops import storage
 from dither.ops.reference import packing, philox, rounding, scales
-from dither.spec import Cast
+from dither.spec import Cast, Rounding
 from dither.spec import groups as grouping
 from dither.spec.formats import Format
 from dither.spec.groups import GroupLayout
@@ -130,9 +130,13 @@ def _scaled_values(
     if draw is not None:
         random = layout.matrices(philox.random_bits(draw, *matrix_size(x), cast.round.width).reshape(x.shape))
     factors = factors_of(x_BRC, cast, layout, given_amax)
+    round = cast.round
+    if factors is not None and cast.scaling.kind == "eden":
+        assert random is not None
+        factors, round = scales.eden_factors(x_BRC, cast, layout, factors, random), Rounding("nearest")
     if factors is not None:
         x_BRC = scales.product(x_BRC, scales.spread(factors.multiply, layout))
-    return rounding.round_values(x_BRC, cast.element, cast.round, True, random), factors
+    return rounding.round_values(x_BRC, cast.element, round, True, random), factors
 
 
 def factors_of(x_BRC: Tensor, cast: Cast, layout: GroupLayout, given_amax: Tensor | None) -> scales.Factors | None:

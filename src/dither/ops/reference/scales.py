@@ -18,7 +18,10 @@ SMALLEST = 2.0**-126
 SMALLEST_TENSOR_SCALE = 2.0**-117
 """Smallest scale of a tensor in nvfp4: it keeps 1 / (tensor scale * smallest block scale) a float32 number."""
 
-LARGEST_BLOCK = {"nvfp4": E4M3.max, "four_over_six": 256.0}
+EDEN_CLIP = 17 / 16 * 0.93
+"""Factor of block scales in MS-EDEN, below which the largest values of a block are clipped (arXiv 2601.22813)."""
+
+LARGEST_BLOCK = {"nvfp4": E4M3.max, "four_over_six": 256.0, "eden": 256.0}
 """The scale that a block has if its largest magnitude is that of the tensor. 256 leaves room for 384, which brings it to 4."""
 
 LARGEST_FACTOR = 2.0**126
@@ -93,6 +96,7 @@ def factors(
         pow2_rtz         the same, rounded toward zero
         nvfp4            tensor = tensor_amax / (448 format.max), restore = E4M3(`wider` * amax / format.max / tensor)
         four_over_six    those of nvfp4 with 256 in place of 448, for 6 and 4: see `least_error`
+        eden             the same for 6 / EDEN_CLIP, before the correction by `eden_factors`
 
     A group of zeros has scale 1. A group with NaN or Inf has scale NaN, so that it cannot pass for numbers. Example, e2m1 (emax
     2, largest value 6), amax 10: fp32 multiplies by 0.6; pow2 and pow2_ceil by 2^-(3 - 2) = 1/2, since 5 fits.
@@ -102,10 +106,12 @@ def factors(
     tensor: Tensor | None = None
     if scale.two_level:
         assert tensor_amax is not None
-        tensor = _quotient(tensor_amax, LARGEST_BLOCK[scale.kind] * format.max).clamp(min=SMALLEST_TENSOR_SCALE)
+        largest = format.max / EDEN_CLIP if scale.kind == "eden" else format.max
+        tensor = _quotient(tensor_amax, LARGEST_BLOCK[scale.kind] * largest).clamp(min=SMALLEST_TENSOR_SCALE)
         gone = ~torch.isfinite(tensor_amax) | torch.signbit(tensor_amax)
         tensor = torch.where(gone, torch.nan, torch.where(tensor_amax == 0, 1.0, tensor))
-        restore = nvfp4_block_scale(_quotient(_quotient(amax, format.max), tensor) * wider, round)
+        nearest = Rounding("nearest") if scale.kind == "eden" else round
+        restore = nvfp4_block_scale(_quotient(_quotient(amax, largest), tensor) * wider, nearest)
         restore = torch.where(nothing, 1.0, torch.where(lost, torch.nan, restore))
         multiply = _quotient(_quotient(1.0, tensor), restore)
     elif scale.kind == "static":
@@ -124,6 +130,38 @@ def factors(
         restore = torch.where(lost, torch.nan, power_of_two(exponent))
         multiply = torch.where(lost, torch.nan, power_of_two(-exponent))
     return Factors(multiply, restore, tensor)
+
+
+def eden_factors(x_BRC: Tensor, cast: Cast, layout: GroupLayout, found: Factors, random: Tensor) -> Factors:
+    """Return the factors with scales corrected as MS-EDEN does (arXiv 2601.22813).
+
+    Values are rounded to nearest. The scales of all tiles in a run of n values, y before and q after rounding, are multiplied
+    by <y, y> / <y, q>, and rounded stochastically to E4M3 by the random bits of the first element of each tile. Then
+    values * scale has the projection of y on itself, and after a random rotation no bias. Sums are added in halves, in a
+    fixed order.
+    """
+    n, tile = int(cast.scaling.arguments[0]), cast.group.size
+    y = product(x_BRC, spread(found.multiply, layout))
+    q = rounding.round_values(y, cast.element, Rounding("nearest"), True, None)
+    squares, projections = (_sums(part, layout, n) for part in (y * y, y * q))
+    correction = torch.where(projections == 0, 1.0, _quotient(squares, projections.where(projections != 0, 1.0)))
+    groups = found.restore.shape[2]
+    wanted = found.restore * correction.repeat_interleave(n // tile, 2)[:, :, :groups]
+    lines = random.transpose(1, 2) if layout.along_rows else random
+    drawn = lines[:, :, ::tile].contiguous()
+    scale = rounding.round_values(wanted, E4M3, cast.round, True, drawn).clamp(min=E4M3.min_subnormal)
+    return Factors(found.multiply, torch.where(wanted.isnan(), torch.nan, scale), found.tensor)
+
+
+def _sums(x_BRC: Tensor, layout: GroupLayout, n: int) -> Tensor:
+    """Return the sums of runs of n values along lines, [B, lines, runs]: halves are added until one number remains."""
+    lines = x_BRC.transpose(1, 2) if layout.along_rows else x_BRC
+    padded = torch.nn.functional.pad(lines, (0, -lines.shape[2] % n))
+    runs = padded.reshape(*padded.shape[:2], padded.shape[2] // n, n)
+    while runs.shape[3] > 1:
+        half = runs.shape[3] // 2
+        runs = runs[..., :half] + runs[..., half:]
+    return runs[..., 0]
 
 
 def tensor_factors(amax: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
