@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-COPIED = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+COPIED = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 """Pages of the site that are files of the repository's root."""
 
 
@@ -25,7 +25,7 @@ def inside_docs(text: str) -> str:
     >>> inside_docs("[a](docs/casts.md), [b](docs/casts.md#scales), [c](CONTRIBUTING.md), [d](examples/toy.py), [e](https://x.org)")
     '[a](casts.md), [b](casts.md#scales), [c](contributing.md), d, [e](https://x.org)'
     """
-    pages = {name: page for page, name in COPIED.items()} | {"README.md": "index.md"}
+    pages = {name: page for page, name in COPIED.items()}
 
     def moved(link: re.Match[str]) -> str:
         label, target = link.groups()

@@ -29,6 +29,9 @@ ML_DTYPES = {
     "e2m3": ml_dtypes.float6_e2m3fn,
     "e2m1": ml_dtypes.float4_e2m1fn,
     "e8m0": ml_dtypes.float8_e8m0fnu,
+    "e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
+    "e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
+    "e4m3b11fnuz": ml_dtypes.float8_e4m3b11fnuz,
     "int8": np.int8,
     "int4": ml_dtypes.int4,
 }
@@ -46,28 +49,30 @@ _GFLOAT = {
     "e8m0": gf.format_info_ocp_e8m0,
 }
 
-INTEGERS = {"int8": 127, "int4": 7}
+INTEGERS = {"int8": 127, "int4": 7, "int3": 3, "int2": 1}
 """Symmetric integer formats and their largest value."""
 
 
 def gfloat_format(name: str) -> FormatInfo:
     """gfloat's description of a format: its own where it has one, else eXmY built from its fields.
 
-    IEEE-like (Inf, and NaN in all other codes of the top exponent) from 8 bits on; finite in every code below that.
+    IEEE-like (Inf, and NaN in all other codes of the top exponent) from 8 bits on; finite in every code below that. `fn` has
+    the top code as NaN, `fnuz` that of -0.
     """
     if name in _GFLOAT:
         return _GFLOAT[name]
-    e, m = map(int, re.fullmatch(r"e(\d+)m(\d+)", name).groups())
-    ieee = 1 + e + m >= 8
+    e, m, b, kind = re.fullmatch(r"e(\d+)m(\d+)(?:b(\d+))?(fn|fnuz)?", name).groups()
+    e, m = int(e), int(m)
+    ieee = kind is None and 1 + e + m >= 8
     return FormatInfo(
         name,
         1 + e + m,
         m + 1,
-        bias=2 ** (e - 1) - 1,
+        bias=2 ** (e - 1) - (kind != "fnuz") if b is None else int(b),
         is_signed=True,
         domain=Domain.Extended if ieee else Domain.Finite,
-        has_nz=True,
-        num_high_nans=2**m - 1 if ieee else 0,
+        has_nz=kind != "fnuz",
+        num_high_nans=2**m - 1 if ieee else int(kind == "fn"),
         has_subnormals=True,
         is_twos_complement=False,
     )
@@ -100,7 +105,7 @@ def encode(name: str, values: np.ndarray) -> np.ndarray:
 @functools.cache
 def finite_values(name: str) -> np.ndarray:
     """Every finite value of a format once, ascending, float64."""
-    bits = {"int8": 8, "int4": 4}.get(name) or gfloat_format(name).k
+    bits = int(name[3:]) if name in INTEGERS else gfloat_format(name).k
     values = decode(name, np.arange(2**bits))
     return np.unique(values[np.isfinite(values)] + 0.0)
 

@@ -138,8 +138,9 @@ def test_gpus_that_are_alike_count_once():
 def test_the_table_in_the_docs_is_that_of_the_function():
     page = (Path(__file__).parent.parent / "docs" / "memory.md").read_text()
     for gpu in GPUS.values():
-        found = [recommend(llama_of(count), gpu) for count in SIZES.values()]
-        assert f"| {gpu.name} | {' | '.join(str(each) if each.batch else 'does not fit' for each in found)} |" in page
+        found = [recommend(llama_of(count), gpu) for name, count in SIZES.items() if name != "70B"]
+        cells = [str(each).replace(" states", "") if each.batch else "" for each in found]
+        assert f"| {gpu.name} | {' | '.join(cells)} |" in page
 
 
 def test_sizes_of_models_from_anywhere(tmp_path):
@@ -309,10 +310,10 @@ def step_row(
     time = predicted / measured - 1
     row = f"| {size} | {choice} | {measured * 1e3:.1f} | {predicted * 1e3:.1f} | {100 * time:+.1f} % |"
     if peak is None:
-        return time, None, row + " | | |"
+        return time, None, row + " | |"
     gib = step.memory.peak / GIB
     memory = gib / peak - 1
-    return time, memory, f"{row} {peak:.1f} | {gib:.1f} | {100 * memory:+.1f} % |"
+    return time, memory, f"{row} {peak:.1f} | {gib:.1f} |"
 
 
 @pytest.mark.parametrize("row", [*STEPS, *TRAINER], ids=lambda row: f"{row[0]} {row[1]}")
@@ -536,17 +537,16 @@ def test_interpolated_llamas_have_about_the_parameters_asked_for(billions):
 
 # The command ----------------------------------------------------------------------------------------------------------
 
-SHOWS = {
-    "70B": ["--params", "70e9", "--gpus", "64", "--gpu", "h200", "--tokens", "1.4e12", "--price", "2.5"],
-}
 
-
-@pytest.mark.parametrize("name", SHOWS)
-def test_the_outputs_in_the_docs_are_those_of_the_command(name, capsys):
-    assert cli.main(["advise", *SHOWS[name]]) == 0
-    text = capsys.readouterr().out
-    assert max(map(len, text.splitlines())) <= 120
-    assert f"$ dither advise {' '.join(SHOWS[name])}\n{text}" in PAGE
+def test_the_output_in_the_docs_is_that_of_the_command(capsys):
+    """The page shows some of the lines, in their order."""
+    begins = "$ dither advise --params 70e9 --gpus 64 --gpu h200 --tokens 1.4e12 --price 2.5"
+    shown = PAGE.partition(f"{begins}\n")[2].partition("```")[0].splitlines()
+    assert cli.main(begins.split()[2:]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 120
+    assert len(shown) > 10
+    assert [line for line in lines if line in set(shown) - {""}] == [line for line in shown if line]
 
 
 def test_json_and_toml(capsys, tmp_path):

@@ -130,7 +130,7 @@ def test_the_table_of_formats_in_the_docs_is_that_of_the_command():
         assert f"| {' | '.join(_row(format)[:-1])} |" in page
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/index.md"])
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md"])
 def test_files_named_in_pages_exist(page):
     named = re.findall(r"(?:src|tests|docs|benchmarks|examples)/[\w./-]*\w", (ROOT / page).read_text())
     assert named

@@ -12,7 +12,7 @@ import dither
 from dither import Stream, convert, recipe, step_context
 from dither.nn import Linear
 from dither.ops.reference import transforms
-from dither.spec import Transform
+from dither.spec import Hadamard
 from dither.spec.recipes import RECIPES
 
 NAMES = [name for name, each in RECIPES.items() if each.paper or name == "fp4-forward"]
@@ -30,7 +30,7 @@ def cast(x: Tensor, text: str, axis: int, purpose: str) -> Tensor:
 def turned(x: Tensor, size: int, axis: int, signs: str) -> Tensor:
     """Multiply blocks along `axis` by a Hadamard matrix with signs, in float64, rounded to float32 at the end."""
     place = torch.tensor([STEP, 0, Stream(SEED, "signs", "layer").key])
-    row = transforms.signs(Transform(size, signs), place, x.device).double()
+    row = transforms.signs(Hadamard(size, signs), place, x.device).double()
     lines = x.double() if axis == 1 else x.double().T
     blocks = lines.unflatten(1, (-1, size)) * row
     found = (blocks @ torch.tensor(hadamard(size)).double() * size**-0.5).flatten(1)

@@ -494,13 +494,17 @@ HAVE: dict[tuple[int, int], tuple[str, ...]] = {
 
 
 def support(verified: bool) -> str:
-    """Return a table of engines for docs/engines.md; with `verified`, of GPUs whose native units have passed the self-test."""
+    """Return a table of engines for docs/engines.md; with `verified`, what the self-test of their native units changes."""
     columns = [capability for capability in CAPABILITIES if not verified or capability in HAVE]
     lines = [["recipe", *(CAPABILITIES[capability] for capability in columns)], ["---"] * (len(columns) + 1)]
+    rows: dict[tuple[str, ...], list[str]] = {}
     for name, recipe in RECIPES.items():
         precision = recipe.plan.default
         if precision is not None and not precision.uncast:
-            lines.append([f"`{name}`", *(_cell(precision, capability, verified) for capability in columns)])
+            cells = tuple(_cell(precision, capability, verified) for capability in columns)
+            if not verified or cells != tuple(_cell(precision, capability, False) for capability in columns):
+                rows.setdefault(cells, []).append(f"`{name}`")
+    lines += [[", ".join(names), *cells] for cells, names in rows.items()]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -10,6 +10,7 @@ from sweeps import examples
 
 from dither import Cast, Format, UserError
 from dither.spec import GROUP_SIZES, NAMED_CASTS, Granularity, Rounding, Scale
+from dither.spec.cast import NamedCast
 from dither.spec.formats import TABLE
 
 # Fixed examples: the suite says the same thing every time.
@@ -163,8 +164,8 @@ def test_parse_fills_in_what_is_left_out(text, canonical):
 
 
 def test_mxfp4_has_blocks_of_32_and_nvfp4_of_16():
-    assert NAMED_CASTS["mxfp4"] == ("e2m1", "tile(32)", "pow2")
-    assert NAMED_CASTS["nvfp4"] == ("e2m1", "tile(16)", "nvfp4")
+    assert NAMED_CASTS["mxfp4"] == NamedCast("mxfp4", "e2m1", "tile(32)", "pow2")
+    assert NAMED_CASTS["nvfp4"] == NamedCast("nvfp4", "e2m1", "tile(16)", "nvfp4")
 
 
 @pytest.mark.parametrize("field", ["format", "granularity", "scale", "rounding"])

@@ -18,7 +18,9 @@ from dither.spec.formats import TABLE
 NEAREST, TOWARD_ZERO = Rounding("nearest"), Rounding("toward_zero")
 
 FORMATS = [name for name in TABLE if name != "e8m0"] + ["e4m10", "e2m2", "e5m6", "e8m1", "e3m3", "e2m23"]
-"""The table without the format of scales, and some eXmY: wide and narrow, finite and IEEE-like, the widest exponent."""
+FORMATS += ["e3m0", "e1m2", "e4m3fnuz", "e4m3b11fnuz", "int3"]
+"""The table without the format of scales, and some eXmY: wide and narrow, finite and IEEE-like, the widest exponent, and those
+without a kernel."""
 
 FLOATS = [name for name in FORMATS if name not in oracles.INTEGERS]
 SHORT = [name for name in FORMATS if Format.parse(name).bits <= 16]

@@ -12,7 +12,7 @@ import dither
 from dither import Cast, Stream, UserError
 from dither.nn import Linear, convert, step_context
 from dither.ops.reference import transforms
-from dither.spec import LayerPrecision, MemoryOptions, Plan, Transform
+from dither.spec import Hadamard, LayerPrecision, MemoryOptions, Plan
 
 SIZES = (16, 32, 64, 128)
 PLACE = torch.tensor([3, 0, 77])
@@ -25,7 +25,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("signs", ["plain", "fixed", "redrawn"])
 @pytest.mark.parametrize("size", SIZES)
 def test_a_transform_is_a_hadamard_matrix_times_signs(size, signs):
-    turn, x = Transform(size, signs), random(6, 300)
+    turn, x = Hadamard(size, signs), random(6, 300)
     found = transforms.transform(x, turn, 1, PLACE)
     row = torch.ones(size) if signs == "plain" else transforms.signs(turn, PLACE, x.device)
     blocks = nn.functional.pad(x, (0, -300 % size)).double().unflatten(1, (-1, size)) * row
@@ -42,12 +42,12 @@ def test_a_transform_is_a_hadamard_matrix_times_signs(size, signs):
 
 
 def test_signs_are_fixed_or_depend_on_layer_and_step_alone():
-    fixed = transforms.signs(Transform(128, "fixed"), None, torch.device("cpu"))
-    assert torch.equal(transforms.signs(Transform(16, "fixed"), None, torch.device("cpu")), fixed[:16])
+    fixed = transforms.signs(Hadamard(128, "fixed"), None, torch.device("cpu"))
+    assert torch.equal(transforms.signs(Hadamard(16, "fixed"), None, torch.device("cpu")), fixed[:16])
     assert set(fixed.tolist()) == {-1.0, 1.0}
 
     def drawn(step: int, row: int, key: int) -> torch.Tensor:
-        return transforms.signs(Transform(128, "redrawn"), torch.tensor([step, row, key]), torch.device("cpu"))
+        return transforms.signs(Hadamard(128, "redrawn"), torch.tensor([step, row, key]), torch.device("cpu"))
 
     assert torch.equal(drawn(3, 0, 77), drawn(3, 4096, 77))  # rows of a rank or a micro-batch
     rows = torch.stack([drawn(step, 0, key) for step in range(8) for key in (77, 78)])
@@ -57,7 +57,7 @@ def test_signs_are_fixed_or_depend_on_layer_and_step_alone():
 
 
 def test_a_shard_that_begins_at_a_multiple_of_the_width_is_that_of_the_whole():
-    x, turn = random(8, 256), Transform(64, "redrawn")
+    x, turn = random(8, 256), Hadamard(64, "redrawn")
     whole = transforms.transform(x, turn, 1, PLACE)
     assert torch.equal(transforms.transform(x[:, 128:], turn, 1, PLACE), whole[:, 128:])
 
@@ -67,7 +67,7 @@ def test_texts_of_casts_with_transforms():
     assert str(cast) == "e2m1 tile(16) nvfp4 stochastic(16) hadamard(16)"
     assert Cast.parse(str(cast)) == cast
     assert cast.unturned == Cast.parse("nvfp4 stochastic(16)")
-    assert Cast.parse("nvfp4 hadamard(128,redrawn)").turn == Transform(128, "redrawn")
+    assert Cast.parse("nvfp4 hadamard(128,redrawn)").turn == Hadamard(128, "redrawn")
     plan = Plan(default=LayerPrecision.of(*["mxfp4 hadamard(32,plain)"] * 3))
     assert Plan.from_json(plan.to_json()) == plan
 

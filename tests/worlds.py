@@ -6,11 +6,13 @@ Ranks are new for every call, because DTensor's caches keep the meshes of groups
 
 import datetime
 import functools
+import gc
 import importlib
 import inspect
 import io
 import multiprocessing.forkserver as forkserver
 import os
+import re
 import runpy
 import socket
 import sys
@@ -26,7 +28,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import dither
+
 TIMEOUT = 60
+
+PACKAGE = Path(dither.__file__).parent
+OURS = [path.relative_to(PACKAGE.parent).with_suffix("").as_posix().replace("/", ".") for path in PACKAGE.rglob("*.py")]
 
 PRELOADED = [
     "torch.distributed.checkpoint.state_dict",
@@ -35,13 +42,13 @@ PRELOADED = [
     "torch.distributed.tensor.parallel",
     "torch.nn.parallel",
     "torch._dynamo",
-    "dither.cli",
-    "dither.snip",
-    "dither.train",
     "pytest",
     "scipy.optimize",  # SNIP's solver
     "scipy.stats",
+    *(name for name in OURS if not re.search(r"\b(integrations|triton|__main__)\b", name)),
+    "worlds",
 ]
+"""What processes find imported. Packages of dither import their modules when they are used, so each is named."""
 
 
 def free_port() -> int:
@@ -84,6 +91,7 @@ def start_ranks(function: Callable[..., None], size: int, *arguments: Any) -> mp
 
 def set_up(rank: int, size: int, port: int) -> None:
     """Set up this process as torchrun would, with one thread."""
+    gc.freeze()  # what the server imported: each collection would visit it, and copy its pages
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
@@ -176,6 +184,7 @@ class Forked:
 
 
 def _redirected(writer: Any, function: Callable[..., int | None], arguments: tuple[Any, ...]) -> None:
+    gc.freeze()
     torch.set_num_threads(1)
     os.dup2(writer.fileno(), 1)
     os.dup2(writer.fileno(), 2)

@@ -31,8 +31,10 @@ if TYPE_CHECKING:
     from dither.snip import auto_plan
     from dither.spec import BitwidthLoss, Cast, LayerPrecision, MemoryOptions, Plan, Sampling, WeightDecay
     from dither.spec.bitwidths import safe_bitwidth
+    from dither.spec.cast import NamedCast
     from dither.spec.formats import Format
-    from dither.spec.recipes import recipe
+    from dither.spec.recipes import Recipe, recipe
+    from dither.spec.registry import RoundingRule, ScaleRule, Transform, register
     from dither.spec.schedule import PlanSchedule
     from dither.tools.targets import choose_targets
 
@@ -40,10 +42,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AmaxHistory", "BitwidthLoss", "Cast", "Conversion", "DitherError", "Format", "LayerPrecision", "Linear", "MemoryOptions",
-    "Monitor", "PerformanceWarning", "Plan", "PlanSchedule", "Quantized", "Sampling", "Stream", "UserError", "WeightDecay",
-    "amax", "auto_plan", "bitwidth_loss", "capture_passes", "choose_targets", "compile", "convert", "deploy",
+    "Monitor", "NamedCast", "PerformanceWarning", "Plan", "PlanSchedule", "Quantized", "Recipe", "RoundingRule", "Sampling",
+    "ScaleRule", "Stream", "Transform", "UserError", "WeightDecay", "amax", "auto_plan", "bitwidth_loss",
+    "capture_passes", "choose_targets", "compile", "convert", "deploy",
     "effective_precision", "export", "fake_quantize", "output_loss", "parallelize", "plan_from_bitwidths", "quantize",
-    "quantize_both", "recipe", "round_to", "safe_bitwidth", "sample", "sampling_parameters", "step_context",
+    "quantize_both", "recipe", "register", "round_to", "safe_bitwidth", "sample", "sampling_parameters", "step_context",
 ]  # fmt: skip
 """What users call. Everything else is reached by its module, such as `dither.nn.param_groups`."""
 
@@ -56,7 +59,9 @@ __getattr__ = lazily(
         **dict.fromkeys(_PACKAGES, ""),
         "dither.spec.bitwidths": "safe_bitwidth",
         "dither.spec.formats": "Format",
-        "dither.spec.recipes": "recipe",
+        "dither.spec.cast": "NamedCast",
+        "dither.spec.recipes": "Recipe recipe",
+        "dither.spec.registry": "RoundingRule ScaleRule Transform register",
         "dither.spec.schedule": "PlanSchedule",
         "dither.tools.targets": "choose_targets",
         "evaluate": "deploy plan_from_bitwidths",

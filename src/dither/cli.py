@@ -20,6 +20,7 @@ from typing import Annotated, Any, NamedTuple, TextIO
 
 from dither.console import LastingStream, printable
 from dither.errors import DitherError, UserError
+from dither.spec import registry
 from dither.spec.checks import did_you_mean
 from dither.versions import version
 
@@ -132,6 +133,7 @@ def _run(words: list[str], *, lasting: bool = False) -> int:
         return 0
     if words and words[0].startswith("--tyro-"):
         return _print_completion(words)
+    words = _load_plugins(words)
     name, rest = _split(words)
     asked = rest[:1] in (["-h"], ["--help"])
     if asked and (name not in COMMANDS or _below(name)):
@@ -302,6 +304,23 @@ def _import_torch(name: str, file: TextIO, long: bool) -> None:
             print("\r\x1b[K", end="", file=file, flush=True)
 
 
+def _load_plugins(words: list[str]) -> list[str]:
+    """Load the files of every `--plugin FILE`, which all commands take, and return the other words."""
+    kept, given = list[str](), iter(words)
+    for word in given:
+        if word == "--plugin":
+            if (path := next(given, None)) is None:
+                raise UserError("--plugin needs the Python file of a plugin.")
+        elif word.startswith("--plugin="):
+            path = word.partition("=")[2]
+        else:
+            kept.append(word)
+            continue
+        plugin = registry.load_plugin(path)
+        print(f"plugin {plugin.name}, SHA-256 {plugin.sha256}", file=sys.stderr)
+    return kept
+
+
 def _resume(word: str) -> str:
     """Return `--resume=auto` as the flag that the parser knows: a flag has no value, and would make it the next argument."""
     if not word.startswith("--resume="):
@@ -335,6 +354,7 @@ def _help(name: str) -> str:
     lines += [] if name else [DESCRIPTION, ""]
     lines += ["commands:", *(f"  {key:{width}}  {command.summary}" for key, command in commands.items()), ""]
     lines += [f"`dither {next(iter(_below(name))) if name else 'COMMAND'} --help` shows the options of that command."]
+    lines += [] if name else ["`dither COMMAND --plugin FILE` registers the formats and recipes of a Python file first."]
     lines += [] if name else ["`dither --version` prints the version."]
     return "\n".join(lines)
 

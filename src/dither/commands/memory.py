@@ -57,8 +57,8 @@ def memory(
 ) -> int:
     """Show the memory that a training step needs, and recommend a precision.
 
-    The estimates for one GPU follow from sizes alone: no model is built, and no GPU is needed. docs/memory.md has the formulas,
-    which are within 1 % of the peaks in docs/benchmarks.md. Without --mode, --recipe and --states the usual choices are shown
+    The estimates for one GPU follow from sizes alone: no model is built, and no GPU is needed. They are within 1 % of
+    the peaks in docs/benchmarks.md. Without --mode, --recipe and --states the usual choices are shown
     side by side, or those of the run.
 
     Args:

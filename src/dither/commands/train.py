@@ -19,6 +19,7 @@ from dither.data.settings import TOKENS
 from dither.errors import DitherError, UserError
 from dither.models.sizes import CHANGES, Model
 from dither.settings import override, toml, value_at
+from dither.spec import registry
 from dither.train import config as configs
 from dither.train.config import CONFIG, Config
 
@@ -149,7 +150,8 @@ def _words(
     for option, values in (("--data", data), ("--set", settings)):
         words += [option, *values] * bool(values)
     words += {True: ["--resume"], "auto": ["--resume=auto"], False: []}[resume]
-    for option, value in (("--from", start_from), ("--out", out)):
+    plugins = [("--plugin", plugin.path) for plugin in registry.PLUGINS.values()]
+    for option, value in (("--from", start_from), ("--out", out), *plugins):
         words += [] if value is None else [option, value]
     return words
 
@@ -197,6 +199,10 @@ def resolve(
         wanted = [setting for setting in settings if setting.startswith("run.out")]
         folder = Path(override(base, wanted, values).run.out)
         there = os.path.isfile(folder / CONFIG)
+        if there:
+            from dither.train.run_folder import load_plugins
+
+            load_plugins(folder)
         if not there and resume is True and file is None:
             raise UserError(
                 f"There is no run in {str(folder)!r} to resume: start it without --resume, or name its folder with --out."

@@ -71,7 +71,7 @@ class FrozenLinear(Linear):
         assert cast is not None
         axis = 0 if layer.transposed else 1
         drawn = None
-        if cast.round.kind == "stochastic":
+        if cast.round.bits:
             assert layer.draw_place is not None
             drawn = functional.drawn(State(torch.zeros_like(layer.draw_place), layer.draw_keys), 1, moved=False)
         with torch.no_grad():

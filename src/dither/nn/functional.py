@@ -258,9 +258,9 @@ def _casting(casts: tuple[Cast, ...], container: str, level: int = -1) -> Castin
     text, own = "|".join(map(str, casts)), level < 0 and container == first.format
     return Casting(
         text,
-        text if own else str(Cast(container, first.granularity, first.scale)),
+        str(first.codes) if own else str(Cast(container, first.granularity, first.scale)),
         "" if own else container,
-        stochastic=any(cast.round.kind == "stochastic" for cast in casts),
+        stochastic=any(cast.round.bits for cast in casts),
         delayed=kind == "delayed",
         whole=not first.scaling.two_level and not turn.size,
         measured=first.group.kind == "tensor" and kind not in ("delayed", "static") and all(cast.element.nan for cast in casts),

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from dither.ops.reference import quantize, rounding, transforms
-from dither.spec import Cast, Rounding, Transform, groups
+from dither.spec import Cast, Hadamard, Rounding, groups
 from dither.spec.formats import Format
 from dither.spec.groups import GroupLayout
 
@@ -60,7 +60,7 @@ def cast_counts(x: Tensor, cast: Cast, axis: int = -1, given_amax: Tensor | None
     {'elements': 6.0, 'zeros': 1.0, 'nonfinite': 0.0, 'clipped': 1.0, 'flushed': 1.0, 'subnormal': 1.0}
     """
     if cast.turn.size:  # whichever signs are drawn, their statistics are alike
-        turn = Transform(cast.turn.size, "fixed")
+        turn = Hadamard(cast.turn.size, "fixed")
         lines = x.movedim(axis, -1).reshape(-1, x.shape[axis])
         x, axis, cast = transforms.transform(lines, turn, 1, None), -1, cast.unturned
     layout = groups.values_layout(tuple(x.shape), cast, axis)
@@ -72,7 +72,8 @@ def cast_counts(x: Tensor, cast: Cast, axis: int = -1, given_amax: Tensor | None
     amax = torch.where(finite, magnitude, 0).amax().float() if x.numel() else torch.zeros((), device=x.device)
     known = torch.where(finite, magnitude, torch.nan)  # NaN compares as false
     scaled = known.float() if factors is None else _multiplied(known, factors.multiply, layout)
-    changed = _changed(scaled, zeros, cast.element, cast.round)
+    round = Rounding("nearest") if cast.scaling.kind == "eden" else cast.round
+    changed = _changed(scaled, zeros, cast.element, round)
     counts = torch.stack([torch.full_like(zeros, x.numel()), zeros, x.numel() - finite.sum()]).double()
     scale = amax.new_empty(0)
     if factors is not None:

@@ -459,14 +459,14 @@ def _described(value: object) -> str:
 
 
 def _draw(x: Tensor, cast: Cast, stream: Stream | None, step: int | Tensor, offset: tuple[int, int]) -> Draw | None:
-    if cast.round.kind != "stochastic" and cast.turn.signs != "redrawn":
+    if not cast.round.bits and cast.turn.signs != "redrawn":
         return None
     if not isinstance(stream, Stream):
         raise UserError(
             f"The cast {str(cast)!r} draws random bits and needs stream=dither.Stream(seed, purpose, name), "
             f"so that its bits can be repeated; given was {stream!r}."
         )
-    return stream.draw(step, matrix_size(x), offset, x.device) if cast.round.kind == "stochastic" else None
+    return stream.draw(step, matrix_size(x), offset, x.device) if cast.round.bits else None
 
 
 def _transformed(x: Tensor, cast: Cast, axis: int, stream: Stream | None, step: int | Tensor) -> tuple[Tensor, Tensor | None]:

@@ -55,26 +55,24 @@ def _use_kernel(device: torch.device, backend: str) -> bool:
     return True
 
 
-def implementation(name: str, device: torch.device, backend: str) -> ModuleType:
-    """Return `dither.ops.triton.NAME` or `dither.ops.reference.NAME`, which have the same functions."""
-    return _module("triton" if _use_kernel(device, backend) else "reference", name)
+def implementation(name: str, device: torch.device, backend: str, *casts: Cast | None) -> ModuleType:
+    """Return `dither.ops.triton.NAME` or `dither.ops.reference.NAME`, which have the same functions.
 
-
-def quantizer(cast: Cast, device: torch.device, backend: str) -> ModuleType:
-    """Return the implementation of a cast: the reference on every device if the cast has no kernel."""
-    if cast.kernel:
-        return implementation("quantize", device, backend)
-    if backend == "kernel":
-        raise UserError(f"The cast {str(cast)!r} has no kernel: pass backend='auto' or 'reference'.")
-    if device.type == "cuda":
-        _warn_of_reference(str(cast))
-    return _module("reference", "quantize")
+    Casts without a kernel take the reference on every device, with a warning on a GPU.
+    """
+    without = [cast for cast in casts if cast is not None and not cast.kernel]
+    if without and backend == "kernel":
+        raise UserError(f"There is no kernel for the cast {str(without[0])!r}: pass backend='auto' or 'reference'.")
+    if without and device.type == "cuda" and backend == "auto":
+        _warn_of_cost(str(without[0]))
+    return _module("triton" if not without and _use_kernel(device, backend) else "reference", name)
 
 
 @functools.cache
-def _warn_of_reference(cast: str) -> None:
+def _warn_of_cost(cast: str) -> None:
     warnings.warn(
-        f"The cast {cast!r} has no kernel and runs in plain torch operations, which read and write the tensor many times.",
+        f"There is no kernel for {cast!r}: plain torch casts in tens of passes over the tensor, where a kernel makes one; "
+        "products are in float32 if no kernel reads its codes.",
         PerformanceWarning,
         stacklevel=2,
     )

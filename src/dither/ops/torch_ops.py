@@ -7,7 +7,6 @@ Some operators make codes in backward. Their argument `after`, a gradient, is no
 after it, and so in backward. Otherwise it would run in forward, and save the result.
 """
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -17,12 +16,12 @@ from torch import Tensor
 
 from dither.errors import UserError
 from dither.ops import storage
-from dither.ops.backend import implementation, quantizer
+from dither.ops.backend import implementation
 from dither.ops.reference import transforms
 from dither.ops.reference.loss import gradients_like
 from dither.ops.reference.matmul import Operand
 from dither.ops.reference.sampling import LN2, pow2, to_dtype
-from dither.spec import Cast, Rounding, Transform, groups
+from dither.spec import Cast, Hadamard, groups, registry
 from dither.spec.formats import Format
 from dither.spec.random import Draw
 
@@ -31,7 +30,7 @@ def _draw_of(key: int, step: Tensor | None, row: int, column: int) -> Draw | Non
     return None if step is None else Draw(key, step, row, column)
 
 
-@functools.cache
+@registry.cached
 def _casts(text: str) -> tuple[Cast, ...]:
     """Return the casts of a text with bars between them."""
     return tuple(map(Cast.parse, text.split("|")))
@@ -133,14 +132,15 @@ def _round_to_op(
     column: int,
     backend: str,
 ) -> Tensor:
-    code = implementation("rounding", x.device, backend)
+    cast = Cast(format, rounding=rounding)
+    code = implementation("rounding", x.device, backend, cast)
     draw = _draw_of(key, step, row, column)
-    return code.round_to(x, Format.parse(format), Rounding.parse(rounding), saturate, draw)  # type: ignore[no-any-return]
+    return code.round_to(x, cast.element, cast.round, saturate, draw)  # type: ignore[no-any-return]
 
 
 def _empty_transform(x: Tensor, transform: str, axis: int) -> Tensor:
     size = list(x.shape)
-    width = Transform.parse(transform).size
+    width = Hadamard.parse(transform).size
     size[axis] = -(-size[axis] // width) * width
     return x.new_empty(size, dtype=torch.float32)
 
@@ -148,7 +148,7 @@ def _empty_transform(x: Tensor, transform: str, axis: int) -> Tensor:
 @operator(_empty_transform)
 def _transform_op(x: Tensor, transform: str, axis: int, place: Tensor | None, after: Tensor | None) -> Tensor:
     """Return the matrix x, transformed along `axis` and padded, in float32; see `reference.transforms`."""
-    return transforms.transform(x, Transform.parse(transform), axis, place)
+    return transforms.transform(x, Hadamard.parse(transform), axis, place)
 
 
 @custom_operator(lambda x: x.new_empty((), dtype=torch.float32))
@@ -175,9 +175,9 @@ def _product_op(
     verified: str = "",
 ) -> Tensor:
     """Return A B^T + bias in `dtype`, for A [P, L] and B [Q, L] as `Operand` describes them; the cast "" means uncast."""
-    code = implementation("matmul", a.device, "auto")
     left = _operand(a, a_scale, a_tensor, a_cast, length)
     right = _operand(b, b_scale, b_tensor, b_cast, length)
+    code = implementation("matmul", a.device, "auto", left.cast, right.cast)
     options = {"fast": fast, "emulate": emulate, "where": where, "verified": verified}
     return code.product(left, right, bias, dtype, **options)  # type: ignore[no-any-return]
 
@@ -185,7 +185,7 @@ def _product_op(
 def _operand(values: Tensor, scale: Tensor | None, tensor: Tensor | None, text: str, length: int) -> Operand:
     if not text:
         return Operand(values, length=length)
-    cast = Cast.parse(text)
+    cast = Cast.parse(text).codes
     if cast.group.kind == "none":
         scale = None
     elif scale is not None and scale.dtype != storage.scale_dtype(cast):
@@ -213,7 +213,7 @@ def cast_one(
         return code.quantize(x, _casts(text), level, axis, draw, amax, Format.parse(container), out)  # type: ignore[no-any-return]
     cast = Cast.parse(text)
     _check_hidden_nan(x, cast, amax)
-    code = quantizer(cast, x.device, backend)
+    code = implementation("quantize", x.device, backend, cast)
     return code.quantize(x, cast, axis, draw, amax, _container(container, cast), out)  # type: ignore[no-any-return]
 
 
@@ -234,7 +234,7 @@ def cast_both(
         return code.quantize_both(x, _casts(text), level, draw, amax, Format.parse(container), out)  # type: ignore[no-any-return]
     cast = Cast.parse(text)
     _check_hidden_nan(x, cast, amax)
-    code = quantizer(cast, x.device, backend)
+    code = implementation("quantize", x.device, backend, cast)
     return code.quantize_both(x, cast, draw, amax, _container(container, cast), out, largest)  # type: ignore[no-any-return]
 
 
@@ -280,8 +280,8 @@ def _dequantize_op(
     dtype: torch.dtype,
     backend: str,
 ) -> Tensor:
-    parsed = Cast.parse(cast)
-    code = implementation("quantize", values.device, backend)
+    parsed = Cast.parse(cast).codes
+    code = implementation("quantize", values.device, backend, parsed)
     scale = scale.view(storage.scale_dtype(parsed))
     return code.dequantize(values, scale, tensor_scale, parsed, tuple(shape), axis, dtype)  # type: ignore[no-any-return]
 
@@ -304,7 +304,7 @@ def _fake_quantize_op(
     backend: str,
 ) -> Tensor:
     parsed = Cast.parse(cast)
-    code = quantizer(parsed, x.device, backend)
+    code = implementation("quantize", x.device, backend, parsed)
     return code.fake_quantize(x, parsed, axis, _draw_of(key, step, row, column), amax)  # type: ignore[no-any-return]
 
 
@@ -505,7 +505,7 @@ def _quantize_apart_op(x: Tensor, along: str, across: str, backend: str) -> tupl
     casts = Cast.parse(along), Cast.parse(across)
     for cast in casts:
         _check_hidden_nan(x, cast, None)
-    code = quantizer(min(casts, key=lambda cast: cast.kernel), x.device, backend)
+    code = implementation("quantize", x.device, backend, *casts)
     return code.quantize_apart(x, *casts)  # type: ignore[no-any-return]
 
 

@@ -195,13 +195,13 @@ class Collector:
         x = part.matrix
         amax = x.abs().amax().float() if cast.scaling.kind == "delayed" else None
         draw = None
-        if cast.round.kind == "stochastic":
+        if cast.round.bits:
             stream = Stream(self._stream.seed, self._stream.purpose, f"{self._stream.name}.{name}")
             draw = stream.draw(0, (x.shape[0], x.shape[1]), (0, part.column), x.device)
         # The implementation behind the operator: the public function would check for non-finite numbers on the host. Rounded to
         # nearest, a number and its cast are within a factor of two, or the cast is 0, so their difference is exact. Otherwise
         # (stochastic rounding far below the grid, saturation) it is rounded once, to the input's dtype.
-        changed = implementation("quantize", x.device, "auto").fake_quantize(x, cast, 1, draw, amax) - x
+        changed = implementation("quantize", x.device, "auto", cast).fake_quantize(x, cast, 1, draw, amax) - x
         return _row_norms(part._replace(matrix=changed))
 
     @torch.no_grad()

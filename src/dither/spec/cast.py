@@ -1,13 +1,15 @@
 """Cast: the format, granularity, scale, rounding and transform of a tensor, as frozen data and as text."""
 
 import functools
+import math
 import re
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import ClassVar, Literal
 
 from dither.errors import UserError
+from dither.spec import registry
 from dither.spec.checks import did_you_mean
-from dither.spec.formats import Format
+from dither.spec.formats import Format, spelled
 
 
 @dataclass(frozen=True)
@@ -23,28 +25,16 @@ class Granularity:
         return _parse_granularity(_text("granularity", text))
 
 
-ScaleKind = Literal[
-    "none", "fp32", "mse", "pow2", "pow2_ceil", "pow2_round", "pow2_rtz", "nvfp4", "four_over_six", "eden", "delayed", "static"
-]
-
-TWO_LEVELS = ("nvfp4", "four_over_six", "eden")
-"""Scales of blocks in E4M3 below one float32 scale of the tensor."""
-
-SCALES: tuple[ScaleKind, ...] = (*(kind for kind in get_args(ScaleKind) if kind not in ("eden", "delayed", "static")),)
-"""Scales that are written as one word."""
-
 MOST_COMPARED = 256
 """Largest group of `four_over_six`: its sums of squared errors are integers of 32 bits."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The rule for a group's scale: `dither.ops.reference.scales` defines each.
+    """The rule for a group's scale. `history`, `margin` and `algo` belong to `delayed`."""
 
-    `history`, `margin` and `algo` belong to `delayed`.
-    """
-
-    kind: ScaleKind
+    kind: str
+    """The name of a rule in `registry.SCALES`."""
     history: int = 0
     margin: int = 0
     algo: Literal["max", "most_recent"] = "max"
@@ -52,16 +42,19 @@ class Scale:
     """The arguments of the rule, such as (0.5,) of `static(0.5)`."""
 
     @property
-    def storage(self) -> Literal["", "fp32", "e8m0", "e4m3"]:
-        """Return the format of stored scales: E8M0 for powers of two, E4M3 for blocks below a scale of the tensor."""
-        if self.kind == "none":
-            return ""
-        return "e8m0" if self.kind.startswith("pow2") else "e4m3" if self.kind in TWO_LEVELS else "fp32"
+    def rule(self) -> registry.ScaleRule:
+        """Return the rule."""
+        return registry.SCALES[self.kind]
+
+    @property
+    def storage(self) -> str:
+        """Return the format of stored scales: fp32, e8m0 (powers of two), e4m3 (below a scale of the tensor), or ""."""
+        return {"none": "", "pow2": "e8m0", "nvfp4": "e4m3"}.get(self.rule.storage, "fp32")
 
     @property
     def two_level(self) -> bool:
         """Return True if the tensor has a scale of its own above those of its blocks."""
-        return self.kind in TWO_LEVELS
+        return self.rule.storage == "nvfp4"
 
     def __str__(self) -> str:
         if self.arguments:
@@ -73,20 +66,27 @@ class Scale:
 
     @classmethod
     def parse(cls, text: str) -> "Scale":
-        """Parse a name in SCALES, `static(scale)` or `delayed(history[,margin[,algo]])`; `pow2_floor` is `pow2`."""
+        """Parse the name of a rule, with its arguments, or `delayed(history[,margin[,algo]])`; `pow2_floor` is `pow2`."""
         return _parse_scale(_text("scale", text))
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """`nearest` (ties to even), `toward_zero`, or `stochastic` with a number of random bits."""
+    """`nearest` (ties to even), `toward_zero`, `stochastic` with a number of random bits, or a registered rule."""
 
-    kind: Literal["nearest", "toward_zero", "stochastic"]
+    kind: str
+    """The name of a rule in `registry.ROUNDINGS`."""
     bits: int = 0
+    """The random bits that an element draws; 0 if it draws none."""
+
+    @property
+    def rule(self) -> registry.RoundingRule:
+        """Return the rule."""
+        return registry.ROUNDINGS[self.kind]
 
     @classmethod
     def parse(cls, text: str) -> "Rounding":
-        """Parse `nearest`, `toward_zero` or `stochastic(bits)`."""
+        """Parse `nearest`, `toward_zero`, `stochastic(bits)`, or a registered rule, with its random bits if it has them."""
         return _parse_rounding(_text("rounding", text))
 
     @property
@@ -99,7 +99,7 @@ Signs = Literal["plain", "fixed", "redrawn"]
 
 
 @dataclass(frozen=True)
-class Transform:
+class Hadamard:
     """A Hadamard transform of every `size` elements along the axis that a product sums over, before the cast.
 
     It is orthogonal: a product of two operands that have the same transform stays the same but for the errors of their casts.
@@ -116,11 +116,11 @@ class Transform:
         return f"hadamard({self.size})" if self.signs == "fixed" else f"hadamard({self.size},{self.signs})"
 
     @classmethod
-    def parse(cls, text: str) -> "Transform":
+    def parse(cls, text: str) -> "Hadamard":
         """Parse `none` or `hadamard(size[,plain|fixed|redrawn])`; signs are fixed by default.
 
-        >>> Transform.parse("hadamard(16)")
-        Transform(size=16, signs='fixed')
+        >>> Hadamard.parse("hadamard(16)")
+        Hadamard(size=16, signs='fixed')
         """
         return _parse_transform(_text("transform", text))
 
@@ -139,7 +139,7 @@ class Cast:
     scale: str = "none"
     """none, fp32, mse, pow2, pow2_ceil, pow2_round, pow2_rtz, nvfp4, four_over_six, static(scale) or delayed(history)."""
     rounding: str = "nearest"
-    """nearest, stochastic(bits) or toward_zero."""
+    """nearest, stochastic(bits), toward_zero, or a registered rule."""
     transform: str = "none"
     """none, or hadamard(size[,plain|fixed|redrawn]), which operands of a product have in common."""
 
@@ -152,13 +152,13 @@ class Cast:
     """The parsed `scale`."""
     round: Rounding = field(init=False, repr=False, compare=False)
     """The parsed `rounding`."""
-    turn: Transform = field(init=False, repr=False, compare=False)
+    turn: Hadamard = field(init=False, repr=False, compare=False)
     """The parsed `transform`."""
 
     def __post_init__(self) -> None:
         element, group = Format.parse(self.format), Granularity.parse(self.granularity)
         scale, rounding = Scale.parse(self.scale), Rounding.parse(self.rounding)
-        turn = Transform.parse(self.transform)
+        turn = Hadamard.parse(self.transform)
         parts = {"element": element, "group": group, "scaling": scale, "round": rounding, "turn": turn}
         for name, parsed in parts.items():
             object.__setattr__(self, name, parsed)
@@ -174,6 +174,8 @@ class Cast:
             )
         if scale.two_level and group.kind not in ("tile", "block"):
             raise UserError(f"scale={self.scale!r} scales small groups: use granularity='tile(16)', not {self.granularity!r}.")
+        if scale.rule.values and group.kind not in ("tile", "block"):
+            raise UserError(f"scale={self.scale!r} reads the values of small groups: use granularity='tile(32)'.")
         if scale.two_level and element.bits > 8:
             raise UserError(f"scale={self.scale!r} is for formats of at most 8 bits, such as 'e2m1', not for {element}.")
         if scale.kind == "four_over_six":
@@ -182,14 +184,16 @@ class Cast:
             if group.size ** (2 if group.kind == "block" else 1) > MOST_COMPARED:
                 raise UserError(f"scale='four_over_six' takes groups of up to {MOST_COMPARED} values, not {self.granularity}.")
         if scale.kind == "eden":
-            tiles = group.kind == "tile" and scale.arguments[0] % group.size == 0
-            if element.name != "e2m1" or not tiles or rounding.kind != "stochastic":
+            fits = group.kind == "tile" and scale.arguments[0] in TRANSFORM_SIZES and scale.arguments[0] % group.size == 0
+            if element.name != "e2m1" or not fits or rounding.kind != "stochastic":
                 raise UserError(
-                    f"scale={self.scale!r} rounds the scales of tiles of e2m1 stochastically: write "
-                    f"'e2m1 tile(16) {self.scale} stochastic(16)', not {str(self)!r}."
+                    f"scale='eden(n)' rounds scales of tiles of e2m1 stochastically, with n of 16, 32, 64 or 128: write "
+                    f"'e2m1 tile(16) eden(128) stochastic(16)', not {str(self)!r}."
                 )
         if scale.kind == "mse" and rounding.kind != "nearest":
             raise UserError(f"scale='mse' lowers the error of rounding to nearest: use it so, not with {self.rounding!r}.")
+        if scale.kind == "static" and not 2.0**-126 <= scale.arguments[0] <= 2.0**126:
+            raise UserError(f"The scale of {self.scale!r} is a number from 2^-126 to 2^126, about 1e-38 to 1e+38.")
         if scale.kind in ("delayed", "static") and not element.nan:
             # A scale from earlier steps cannot be NaN when this step's tensor holds one, so the codes must hold it.
             word = scale.kind.capitalize()
@@ -226,7 +230,17 @@ class Cast:
     @property
     def kernel(self) -> bool:
         """Return True if kernels cast so; otherwise the reference does, on every device."""
-        return self.scaling.kind not in ("mse", "eden")
+        return self.element.kernel and self.scaling.rule.kernel and self.round.rule.kernel
+
+    @functools.cached_property
+    def codes(self) -> "Cast":
+        """Return the cast by which codes and scales of this one are read: the same format and groups, and a built-in scale.
+
+        >>> print(Cast.parse("e2m1 tile(32) pow2_ceil stochastic(16)").codes)
+        e2m1 tile(32) pow2 nearest
+        """
+        scale = self.scaling.rule.storage
+        return Cast(self.format, self.granularity, self.scale if scale == "delayed" else scale)
 
     def __str__(self) -> str:
         scaled = [] if self.granularity == "none" else [self.granularity, self.scale]
@@ -246,12 +260,33 @@ EXAMPLES = {
     "cast": "e4m3 tile(128) fp32 nearest",
 }
 
-NAMED_CASTS = {
-    "mxfp8": ("e4m3", "tile(32)", "pow2"),
-    "mxfp6": ("e2m3", "tile(32)", "pow2"),
-    "mxfp4": ("e2m1", "tile(32)", "pow2"),
-    "nvfp4": ("e2m1", "tile(16)", "nvfp4"),
-}
+
+@dataclass(frozen=True)
+class NamedCast:
+    """A usual name of a format with its scaling, such as mxfp4."""
+
+    kind: ClassVar[str] = "cast"
+
+    name: str
+    format: str
+    granularity: str = "none"
+    scale: str = "none"
+    rounding: str = "nearest"
+
+    def check(self) -> None:
+        """Raise a UserError unless this is a cast."""
+        Cast(self.format, self.granularity, self.scale, self.rounding)
+
+
+for _named in (
+    NamedCast("mxfp8", "e4m3", "tile(32)", "pow2"),
+    NamedCast("mxfp6", "e2m3", "tile(32)", "pow2"),
+    NamedCast("mxfp4", "e2m1", "tile(32)", "pow2"),
+    NamedCast("nvfp4", "e2m1", "tile(16)", "nvfp4"),
+):
+    registry.CASTS.add(_named)
+
+NAMED_CASTS: registry.Table[NamedCast] = registry.CASTS
 """Usual names of a format with its scaling."""
 
 TRANSFORM_SIZES = (16, 32, 64, 128)
@@ -283,66 +318,82 @@ def _parse_granularity(text: str) -> Granularity:
     )
 
 
-@functools.cache
+@registry.cached
 def _parse_scale(text: str) -> Scale:
-    if text in SCALES:
-        return Scale(text)
-    if text == "pow2_floor":
-        return Scale("pow2")
-    if (match := re.fullmatch(r"eden\((\d{1,4})\)", text)) and int(match[1]) in TRANSFORM_SIZES:
-        return Scale("eden", arguments=(float(match[1]),))
-    if match := re.fullmatch(r"static\((\d+(?:\.\d*)?(?:e[+-]?\d{1,3})?)\)", text):
-        if not 2.0**-126 <= float(match[1]) <= 2.0**126:
-            raise UserError(f"The scale of {text!r} is a number from 2^-126 to 2^126, about 1e-38 to 1e+38.")
-        return Scale("static", arguments=(float(match[1]),))
+    registry.look_up(text)
+    name, arguments = registry.arguments("pow2" if text == "pow2_floor" else text)
     delayed = r"delayed\(([1-9]\d{0,18})(?:,(-?\d{1,18})(?:,(max|most_recent))?)?\)"
-    if isinstance(text, str) and (match := re.fullmatch(delayed, text)):
+    if match := re.fullmatch(delayed, text):
         return Scale("delayed", int(match[1]), int(match[2] or 0), match[3] or "max")  # type: ignore[arg-type]
+    if name in registry.SCALES.here and name != "delayed":
+        wanted = registry.SCALES[name].arguments
+        try:
+            numbers = tuple(map(float, arguments))
+        except ValueError:
+            numbers = (math.nan,)
+        if len(numbers) != wanted or not all(map(math.isfinite, numbers)):
+            raise UserError(f"The scale {name!r} takes {wanted or 'no'} number{'s' * (wanted != 1)} in brackets, not {text!r}.")
+        return Scale(name, arguments=numbers)
+    known = [name for name in registry.SCALES if name != "delayed"]
     raise UserError(
-        f"There is no scale {text!r}{did_you_mean(str(text), SCALES)}: choose {', '.join(map(repr, SCALES))}, "
-        "'eden(values)', 'static(scale)', 'delayed(history)' or 'delayed(history,margin,max|most_recent)'."
+        f"There is no scale {text!r}{did_you_mean(str(text), known[1:])}: choose {', '.join(map(repr, known))}, "
+        "'delayed(history)' or 'delayed(history,margin,max|most_recent)', or register a rule."
     )
 
 
-@functools.cache
+@registry.cached
 def _parse_rounding(text: str) -> Rounding:
-    if text in ("nearest", "toward_zero"):
-        return Rounding(text)  # type: ignore[arg-type]
-    if (match := re.fullmatch(r"stochastic\(([1-9]\d?)\)", text)) and int(match[1]) <= 24:
-        return Rounding("stochastic", int(match[1]))
+    registry.look_up(text)
+    name, arguments = registry.arguments(text)
+    if name in registry.ROUNDINGS.here:
+        rule = registry.ROUNDINGS[name]
+        if not rule.random and not arguments and text == name:
+            return Rounding(name)
+        if rule.random and len(arguments) == 1 and re.fullmatch(r"[1-9]\d?", arguments[0]) and int(arguments[0]) <= 24:
+            return Rounding(name, int(arguments[0]))
+    known = [f"{name}(16)" if rule.random else name for name, rule in registry.ROUNDINGS.items()]
+    forms = [f"'{name}(bits)' with 1 to 24 bits" if rule.random else repr(name) for name, rule in registry.ROUNDINGS.items()]
     raise UserError(
-        f"There is no rounding {text!r}{did_you_mean(str(text), ['nearest', 'stochastic(16)', 'toward_zero'])}: "
-        "choose 'nearest', 'toward_zero', or 'stochastic(bits)' with 1 to 24 bits."
+        f"There is no rounding {text!r}{did_you_mean(str(text), known)}: choose {', '.join(forms)}, or register a rule."
     )
 
 
+GRANULARITIES = ("none", "tensor", "row", "block", "tile")
+
+
+def _is_rounding(word: str) -> bool:
+    return word.partition("(")[0] in registry.ROUNDINGS.here
+
+
 @functools.cache
-def _parse_transform(text: str) -> Transform:
+def _parse_transform(text: str) -> Hadamard:
     if text == "none":
-        return Transform()
+        return Hadamard()
     match = re.fullmatch(r"hadamard\((\d{1,4})(?:,(plain|fixed|redrawn))?\)", text)
     if match is not None and int(match[1]) in TRANSFORM_SIZES:
-        return Transform(int(match[1]), match[2] or "fixed")  # type: ignore[arg-type]
+        return Hadamard(int(match[1]), match[2] or "fixed")  # type: ignore[arg-type]
     raise UserError(
         f"There is no transform {text!r}: choose 'none', 'hadamard(size)', 'hadamard(size,plain)' or "
         f"'hadamard(size,redrawn)' with a size of {', '.join(map(str, TRANSFORM_SIZES))}."
     )
 
 
-@functools.cache
+@registry.cached
 def _parse_cast(text: str) -> Cast:
     if not text.split():
         raise UserError(f"A cast is written like 'e4m3 tile(128) fp32 nearest' or 'mxfp4', not {text!r}.")
     words = text.split()
     if len(words) > 1 and words[-1].startswith("hadamard"):
-        return replace(_parse_cast(" ".join(words[:-1])), transform=str(Transform.parse(words[-1])))
-    rounding = words.pop() if len(words) > 1 and re.match(r"nearest|toward_zero|stochastic", words[-1]) else "nearest"
-    if len(words) == 1 and words[0] in NAMED_CASTS:
-        element, granularity, scale = NAMED_CASTS[words[0]]
-        if scale == "pow2" and rounding.startswith("stochastic"):
-            scale = "pow2_ceil"
-        return Cast(element, granularity, scale, rounding)
-    element = Format.parse(words[0]).name
+        return replace(_parse_cast(" ".join(words[:-1])), transform=str(Hadamard.parse(words[-1])))
+    for word in words:
+        if registry.arguments(word)[0] not in GRANULARITIES and (word != words[0] or spelled(word) is None):
+            registry.look_up(word)
+    rounding = words.pop() if len(words) > 1 and _is_rounding(words[-1]) else ""
+    if len(words) == 1 and words[0] in NAMED_CASTS.here:
+        named = NAMED_CASTS[words[0]]
+        clips = named.scale == "pow2" and rounding.startswith("stochastic")
+        return Cast(named.format, named.granularity, "pow2_ceil" if clips else named.scale, rounding or named.rounding)
+    element, rounding = Format.parse(words[0]).name, rounding or "nearest"
     if len(words) == 1:
         return Cast(element, rounding=rounding)
     if len(words) == 2:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from dither.errors import UserError
 from dither.files import Refused, from_json, read_text
-from dither.spec import PRODUCTS, Cast, LayerPrecision, Transform, did_you_mean
+from dither.spec import PRODUCTS, Cast, Hadamard, LayerPrecision, did_you_mean
 from dither.spec.levels import CONTAINERS
 
 CONTAINED = CONTAINERS["e4m3"][1:]
@@ -52,7 +52,7 @@ class Engine:
     - `int8`: exact integer sums, scaled afterwards.
     - `bf16`, `fp16`: 16-bit units on values that these formats hold exactly. Scales of tensors and rows are applied to the
       product, float32 scales of groups (`scaling="group"`) to the float32 sum of each group.
-    - `fp32`: dequantized numbers, multiplied in float32.
+    - `fp32`: dequantized numbers, multiplied in float32: on the CPU, and for codes that no kernel reads.
     - `torch`: torch's own product of two uncast operands.
     """
 
@@ -70,7 +70,7 @@ def container(cast: Cast) -> str:
     >>> container(Cast.parse("e2m1 tile(128)")), container(Cast.parse("mxfp4"))
     ('e4m3', 'e2m1')
     """
-    return "e4m3" if cast.format in CONTAINED and _fp8_scaling(cast) else cast.format
+    return "e4m3" if cast.kernel and cast.format in CONTAINED and _fp8_scaling(cast) else cast.format
 
 
 def engine_for(
@@ -103,6 +103,9 @@ def engine_for(
     """
     if a is None and b is None:
         return Engine("torch")
+    a, b = a and a.codes, b and b.codes
+    if any(cast is not None and not cast.kernel for cast in (a, b)):
+        return Engine("fp32")
     integers = a is not None and b is not None and _takes_int8(a) and _takes_int8(b)
     if integers and (capability is None or capability >= INT8_CAPABILITY):
         return Engine("int8")
@@ -148,7 +151,7 @@ def engines_of(
         a, b = precision.casts(product)
         if product == "weight_grad" and transposed:
             a, b = b, a
-        turn, length = a.turn if a is not None else Transform(), sizes[product][2]
+        turn, length = a.turn if a is not None else Hadamard(), sizes[product][2]
         if turn.size > length and product != "weight_grad":  # tokens are padded
             raise UserError(
                 f"{product.replace('_', ' ')} product: {turn} is wider than the {length} features that the product sums over"

@@ -160,7 +160,7 @@ class LayerPrecision:
         if not isinstance(self.requantize, bool):
             raise UserError(f"requantize is true or false, not {self.requantize!r}.")
         for operand, cast in zip(PRODUCTS["forward"], self.casts("forward"), strict=True) if self.requantize else ():
-            if cast is None or cast.turn.size or cast.round.kind == "stochastic" or cast.scaling.kind == "delayed":
+            if cast is None or cast.turn.size or cast.round.bits or cast.scaling.kind == "delayed":
                 raise UserError(
                     f"requantize=True casts the {operand} of the forward product again in backward, and its cast is "
                     f"{str(cast or 'uncast')!r}: use one without transform, random bits and delayed scales."

@@ -13,7 +13,9 @@ from typing import Any, Literal, get_args
 
 from dither.errors import UserError
 from dither.files import Refused, from_json, read_text
+from dither.spec import registry
 from dither.spec.checks import checked_keys
+from dither.spec.formats import Format
 from dither.spec.layer import OPERANDS, PRODUCTS, LayerPrecision, Override
 from dither.spec.patterns import BOTH, check_pattern, escape, literal, matches
 from dither.spec.sampling import Sampling
@@ -215,11 +217,15 @@ class Plan:
             "loss_scaling": self.loss_scaling,
             **({"spare_last": self.spare_last} if self.spare_last else {}),
             "provenance": dict(self.provenance),
+            **({"definitions": definitions} if (definitions := _definitions(self)) else {}),
         }
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "Plan":
-        """Return the plan of a dictionary, the inverse of `to_dict`. Only the version is required; unknown keys are errors."""
+        """Return the plan of a dictionary, the inverse of `to_dict`. Only the version is required; unknown keys are errors.
+
+        Number formats that the dictionary defines are registered, unless the plan cannot be read.
+        """
         version = data.get("version") if isinstance(data, dict) else None
         if isinstance(version, int) and version > PLAN_VERSION:  # first, since a newer plan may have any keys
             raise UserError(f"This plan has version {version}, and this Dither reads version {PLAN_VERSION}: use a newer one.")
@@ -229,12 +235,14 @@ class Plan:
         rules = data.get("layers", [])
         if not isinstance(rules, list) or not all(isinstance(rule, list) and len(rule) == 2 for rule in rules):
             raise UserError(f"A plan's layers in JSON are a list of [pattern, precision], not {rules!r}.")
-        fields = {key: value for key, value in data.items() if key not in ("version", "layers", "default")}
-        return cls(
-            layers=tuple((pattern, _precision(precision)) for pattern, precision in rules),
-            default=_precision(data.get("default")),
-            **fields,
-        )
+        fields = {key: value for key, value in data.items() if key not in ("version", "layers", "default", "definitions")}
+        with registry.registering("a plan"):
+            _define(data.get("definitions", {}))
+            return cls(
+                layers=tuple((pattern, _precision(precision)) for pattern, precision in rules),
+                default=_precision(data.get("default")),
+                **fields,
+            )
 
     def to_json(self) -> str:
         """Return JSON with one line per rule."""
@@ -290,7 +298,41 @@ PLAN_VERSION = 3
 MOST_WILDCARDS = 10_000
 """Most characters of all patterns of a plan with wildcards. Rules for single layers, perhaps thousands, are plain names."""
 
-PLAN_KEYS = ("version", "layers", "default", "compute", "parameters", "master", "loss_scaling", "spare_last", "provenance")
+PLAN_KEYS = (
+    *("version", "layers", "default", "compute", "parameters", "master", "loss_scaling", "spare_last"),
+    *("provenance", "definitions"),
+)
+
+CODE = {"scale rules": registry.SCALES, "roundings": registry.ROUNDINGS, "transforms": registry.TRANSFORMS}
+"""Definitions that a plan in JSON only names, with their origins, because they are code."""
+
+
+def _definitions(plan: Plan) -> dict[str, Any]:
+    """Return what the plan's casts need and Dither does not have: formats with their fields, and code by name."""
+    precisions = [each for each in (plan.default, *(precision for _, precision in plan.layers)) if each is not None]
+    casts = {cast for each in precisions for operand in OPERANDS for cast in each.casts_of(operand) if cast is not None}
+    words = {word for cast in casts for word in (cast.scaling.kind, cast.round.kind)}
+    formats = sorted({cast.format for cast in casts if registry.FORMATS.added(cast.format)})
+    code = {kind: {name: table.origin[name] for name in sorted(words) if table.added(name)} for kind, table in CODE.items()}
+    found = {"formats": [registry.FORMATS[name].to_dict() for name in formats], **code}
+    return {kind: entries for kind, entries in found.items() if entries}
+
+
+def _define(data: Any) -> None:
+    """Register the formats of a plan's definitions, and check that its code is here."""
+    data = checked_keys("plan's definitions", data, ("formats", *CODE))
+    if not isinstance(formats := data.get("formats", []), list):
+        raise UserError(f"The formats of a plan are a list of definitions, not {formats!r:.200}.")
+    registry.register(*map(Format.from_dict, formats))
+    for kind, table in CODE.items():
+        if not isinstance(names := data.get(kind, {}), dict):
+            raise UserError(f"The {kind} of a plan are origins by name, not {names!r:.200}.")
+        for name, origin in names.items():
+            if name not in table:
+                raise UserError(
+                    f"This plan needs the {table.kind} {name!r}, which is code of {origin!s:.200} and not registered here: "
+                    "install its package, or pass its file as --plugin."
+                )
 
 
 def _rule(rule: object) -> tuple[str, LayerPrecision | None]:

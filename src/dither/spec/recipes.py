@@ -6,22 +6,42 @@ all     e4m3 tile(128) fp32 nearest  e4m3 block(128) fp32 nearest  e4m3 tile(128
 compute bf16; parameters as they are; recipe: fp8-block
 """
 
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import ClassVar
 
 from dither.errors import UserError
-from dither.spec import LayerPrecision, Plan, did_you_mean
+from dither.spec import LayerPrecision, Plan, did_you_mean, registry
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A plan and a sentence that describes it."""
+    """A plan with a name, and a sentence that describes it."""
+
+    kind: ClassVar[str] = "recipe"
 
     plan: Plan
     about: str
+    name: str = ""
     paper: str = ""
     """The arXiv number of the paper that defines it; docs/fp4.md says where the recipe departs from the paper."""
+
+    @classmethod
+    def of(
+        cls, name: str, input: str, weight: str, grad: str, overrides: Mapping[str, str] | None = None, *, about: str = ""
+    ) -> "Recipe":
+        """Return a recipe that casts all layers alike, as in `LayerPrecision.of`, and computes the rest in bf16."""
+        plan = Plan(default=LayerPrecision.of(input, weight, grad, overrides), compute="bf16", provenance={"recipe": name})
+        return cls(plan, about, name)
+
+    def check(self) -> None:
+        """Raise a UserError unless the recipe has a plan, and a name that means no other recipe."""
+        if not isinstance(self.plan, Plan):
+            raise UserError(f"The recipe {self.name!r} has a Plan, not {self.plan!r:.200}.")
+        if self.name in ALIASES or self.name in MEASURED:
+            raise UserError(f"The name {self.name!r} already means a recipe: choose another name.")
 
 
 def recipe(name: str) -> Plan:
@@ -94,7 +114,7 @@ def _cast(
 ) -> Recipe:
     # Uncast operations run in bf16, the baseline of low-precision training.
     precision = LayerPrecision.of(input, weight, grad, overrides, requantize)
-    return Recipe(Plan(default=precision, compute="bf16", spare_last=spare_last), about, paper)
+    return Recipe(Plan(default=precision, compute="bf16", spare_last=spare_last), about, paper=paper)
 
 
 _EDEN = "e2m1 tile(16) eden(128) stochastic(16) hadamard(128,redrawn)"
@@ -265,7 +285,11 @@ _RECIPES = {
     ),
 }
 
-RECIPES: Mapping[str, Recipe] = MappingProxyType(
-    {name: replace(entry, plan=replace(entry.plan, provenance={"recipe": name})) for name, entry in _RECIPES.items()}
-)
+for _name, _recipe in _RECIPES.items():
+    registry.RECIPES.add(replace(_recipe, name=_name, plan=replace(_recipe.plan, provenance={"recipe": _name})))
+
+RECIPES: registry.Table[Recipe] = registry.RECIPES
 """All recipes by name."""
+
+NAMES: Mapping[str, object] = ChainMap(MEASURED, ALIASES, RECIPES)  # type: ignore[arg-type]
+"""Every name of a recipe, also of those that are registered later."""

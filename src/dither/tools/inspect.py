@@ -169,9 +169,9 @@ def _inspected(found: _Weight, casts: Sequence[Cast]) -> InspectedWeight:
 def _sqnr(weight: Tensor, cast: Cast, axis: int) -> float | None:
     amax = weight.abs().amax().float() if cast.scaling.kind == "delayed" else None
     draw = None
-    if cast.round.kind == "stochastic":
+    if cast.round.bits:
         raise UserError(f"{cast} rounds stochastically, and weights are cast only once here: choose a cast to nearest.")
-    stored = implementation("quantize", weight.device, "auto").fake_quantize(weight.float(), cast, axis, draw, amax)
+    stored = implementation("quantize", weight.device, "auto", cast).fake_quantize(weight.float(), cast, axis, draw, amax)
     signal, noise = weight.double().square().sum(), (stored.double() - weight.double()).square().sum()
     ratio = float(signal / noise)
     return 10 * math.log10(ratio) if math.isfinite(ratio) and ratio > 0 else None

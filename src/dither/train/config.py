@@ -23,11 +23,13 @@ from dither.snip.settings import SnipSettings
 from dither.spec import MemoryOptions, Plan, Sampling
 from dither.spec.modes import AUTO, GRADIENTS, MODES, MOST_NORM, LossScaling, Mode
 from dither.spec.optimizer import BLOCKS, WHOLE
-from dither.spec.recipes import ALIASES, MEASURED, RECIPES, recipe, recipe_name
+from dither.spec.recipes import MEASURED, NAMES, RECIPES, recipe, recipe_name
 from dither.spec.schedule import beginnings, check_name, is_file, split_forward
 
 CONFIG, PLAN, CONVERSION, ENVIRONMENT = "config.toml", "plan.json", "conversion.json", "environment.json"
 """Files within the folder of a run: its config, its first plan, the precision of each layer, and what else it depends on."""
+PLUGINS = "plugins"
+"""Copies of the plugins that the run was started with."""
 PLANS = "plans.json"
 """The plans of a run that cannot be made again from its config alone: those of files, and of fp8-auto."""
 METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
@@ -108,13 +110,13 @@ class Precision:
     mode: Annotated[str, OneOf((AUTO, *MODES))] = AUTO
     """Dtypes of parameters and states: fp32, o1, o2, o2-split, bf16-rn, bf16-sr, bf16-kahan, bf16-24, fp16 or fp16-o2; by
     default o1 (BF16 autocast) on a GPU with BF16 units, fp32 elsewhere, or the mode that the recipe needs."""
-    recipe: Annotated[str, OneOf((*RECIPES, *ALIASES, *MEASURED))] | None = None
+    recipe: Annotated[str, OneOf(NAMES)] | None = None
     """Recipe for the casts of linear layers, such as fp8-block, or its alias blockwise; by default no casts."""
     plan: str | None = None
     """Or the file of a plan."""
     schedule: tuple[tuple[int | float, str], ...] = ()
     """Or plans by step: pairs of a step or share of the run and a recipe, "RECIPE forward" or a file; see docs/precision.md."""
-    output: Annotated[str, OneOf((*RECIPES, *ALIASES))] | None = None
+    output: Annotated[str, OneOf(NAMES)] | None = None
     """Recipe for the casts of the output layer, such as fp8-current; by default it is not cast."""
     states: Annotated[str, OneOf((*WHOLE, *BLOCKS))] | None = None
     """Format of the optimizer's moments, such as dynamic8; by default that of the mode."""

@@ -1,6 +1,7 @@
 """The folder of a run: claimed by one process, described by files, and marked with a status."""
 
 import errno
+import hashlib
 import json
 import os
 import platform
@@ -20,6 +21,7 @@ from dither.data.settings import TOKENS
 from dither.data.tokenizer import TOKENIZER
 from dither.errors import DitherError, UserError
 from dither.models.open import origin_of
+from dither.spec import registry
 from dither.train import config
 from dither.train.config import (
     CHANGES,
@@ -30,6 +32,7 @@ from dither.train.config import (
     ORIGIN,
     PLAN,
     PLANS,
+    PLUGINS,
     TOKENIZER_FILES,
     TRACKERS,
     Config,
@@ -92,6 +95,10 @@ class RunFolder:
                 files.write(self.path / ORIGIN, files.to_json(origin, ORIGIN))
                 self.say(f"The initial weights are those of {origin['path']!r}, SHA-256 {origin['sha256']}.")
             keep_tokenizer(settings.data.tokenizer, self.path / TOKENIZER_FILES)
+            for plugin in registry.PLUGINS.values():
+                (self.path / PLUGINS).mkdir(exist_ok=True)
+                files.write(self.path / PLUGINS / plugin.name, plugin.text.encode())
+                self.say(f"The plugin {plugin.name!r} has the SHA-256 {plugin.sha256}.")
         elif self.changes:
             record_changes(self.path / CHANGES, resumed, self.changes)
             changed = ", ".join(f"{name} from {old} to {new}" for name, (old, new) in self.changes.items())
@@ -119,7 +126,12 @@ class RunFolder:
 
     def _remove(self, lock: run_lock.RunLock) -> None:
         """Remove the files of a run that never started, the lock last."""
-        for left in (self.path / TOKENS, self.path / TOKENIZER_FILES, *self.path.glob(f".{TOKENS}.*.partial")):
+        for left in (
+            self.path / TOKENS,
+            self.path / TOKENIZER_FILES,
+            self.path / PLUGINS,
+            *self.path.glob(f".{TOKENS}.*.partial"),
+        ):
             shutil.rmtree(left, ignore_errors=True)
         for name in (CONFIG, ORIGIN, PLAN, PLANS, CONVERSION, ENVIRONMENT, TRACKERS, METRICS, Status.RESERVE):
             for path in (self.path / name, self.path / f".{name}.new"):
@@ -223,6 +235,26 @@ def recorded_facts(folder: Path) -> dict[str, str]:
     return facts
 
 
+def load_plugins(folder: Path) -> None:
+    """Load the plugins of a run that resumes, from the copies in its folder; raise a UserError unless they are as recorded."""
+    try:
+        facts, _ = files.read_json(folder / ENVIRONMENT)
+        recorded = dict(facts.get("plugins", {})) if isinstance(facts, dict) else {}
+    except (OSError, files.Refused, ValueError, TypeError):
+        return  # a run without a record of its environment is refused later, with the reason
+    for name, sha256 in recorded.items():
+        path = folder / PLUGINS / Path(name).name
+        try:
+            same = hashlib.sha256(files.read(path)).hexdigest() == sha256
+        except (OSError, files.Refused):
+            same = False
+        if not same:
+            raise UserError(
+                f"The plugin {str(path)!r} of the run is gone or has changed: put the file of SHA-256 {sha256} back."
+            )
+        registry.load_plugin(path)
+
+
 def _change(line: str) -> str:
     """Return a line of the record of changes in words.
 
@@ -250,6 +282,7 @@ def environment(trainer: Trainer, command: Sequence[str]) -> dict[str, Any]:
         "system": platform.platform(),
         "cpus": os.cpu_count(),
         **({"layout": str(layout.layout)} if layout.cut else {}),
+        **({"plugins": {plugin.name: plugin.sha256 for plugin in loaded}} if (loaded := registry.PLUGINS.values()) else {}),
     }
     with suppress(OSError, subprocess.SubprocessError):
         said = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True)

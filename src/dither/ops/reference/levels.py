@@ -23,7 +23,7 @@ def quantize(
     They are written into `out`, if it is given: codes and scales of an earlier call with such an x.
     """
     cast = casts[int(level)]
-    return one_cast.quantize(x, cast, axis, draw if cast.round.kind == "stochastic" else None, given_amax, container, out)
+    return one_cast.quantize(x, cast, axis, draw if cast.round.bits else None, given_amax, container, out)
 
 
 def quantize_both(
@@ -40,4 +40,4 @@ def quantize_both(
     They are written into `out`, if it is given: codes and scales of an earlier call with such an x.
     """
     cast = casts[int(level)]
-    return one_cast.quantize_both(x, cast, draw if cast.round.kind == "stochastic" else None, given_amax, container, out)
+    return one_cast.quantize_both(x, cast, draw if cast.round.bits else None, given_amax, container, out)

@@ -156,11 +156,12 @@ def factors_of(x_BRC: Tensor, cast: Cast, layout: GroupLayout, given_amax: Tenso
         groups = given_amax.reshape(1, 1, 1)
     else:
         groups = scales.group_amax(x_BRC, layout)
-    candidates = [
-        scales.factors(groups, tensor_amax, cast.element, cast.scaling, cast.round, wider)
-        for wider in scales.SEARCHED.get(cast.scaling.kind, (1.0,))
-    ]
-    return candidates[0] if len(candidates) == 1 else scales.least_error(x_BRC, cast, layout, candidates)
+    if cast.scaling.kind in scales.SEARCHED:
+        wider = scales.SEARCHED[cast.scaling.kind]
+        found = [scales.factors(groups, tensor_amax, cast.element, cast.scaling, cast.round, wider=each) for each in wider]
+        return scales.least_error(x_BRC, cast, layout, found)
+    values = scales.group_values(x_BRC, layout).transpose(2, 3).flatten(3) if cast.scaling.rule.values else None
+    return scales.factors(groups, tensor_amax, cast.element, cast.scaling, cast.round, values)
 
 
 def restored(values: Tensor, restore: Tensor | None, tensor: Tensor | None, dtype: torch.dtype) -> Tensor:

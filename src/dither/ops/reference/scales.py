@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dither.errors import UserError
 from dither.ops.reference import rounding
 from dither.spec import Cast, Rounding, Scale
 from dither.spec.formats import TABLE, Format
@@ -37,29 +38,26 @@ class Factors:
     tensor: Tensor | None = None
 
 
-def group_amax(x_BRC: Tensor, layout: GroupLayout) -> Tensor:
-    """Return the largest magnitude of each group of float32 `x_BRC`, float32[B, P, Q]; NaN or Inf if the group holds one.
+def group_values(x_BRC: Tensor, layout: GroupLayout) -> Tensor:
+    """Return the values of each group of `x_BRC`, [B, P, p, Q, q], with zeros at the ragged edges.
 
-    If the whole tensor is one group, the result is [1, 1, 1].
+    If the whole tensor is one group, the result is [1, 1, 1, 1, n].
     """
-    return _in_groups(x_BRC.abs(), layout).amax(dim=(2, 4))
-
-
-def group_sum(x_BRC: Tensor, layout: GroupLayout) -> Tensor:
-    """Return the sum of each group of integers."""
-    return _in_groups(x_BRC, layout).sum(dim=(2, 4))
-
-
-def _in_groups(x_BRC: Tensor, layout: GroupLayout) -> Tensor:
-    """Return x_BRC as [B, P, lines of a group, Q, elements of a group per line], padded with zeros at ragged edges."""
     lines = x_BRC.transpose(1, 2) if layout.along_rows else x_BRC
     if layout.group == (0, 0):
         lines = lines.reshape(1, 1, -1)
     batch, other, length = lines.shape
     p, q = layout.group[0] or max(other, 1), layout.group[1] or max(length, 1)
     P, Q = layout.groups
-    padded = torch.nn.functional.pad(lines, (0, Q * q - length, 0, P * p - other))
-    return padded.reshape(batch, P, p, Q, q)
+    return torch.nn.functional.pad(lines, (0, Q * q - length, 0, P * p - other)).reshape(batch, P, p, Q, q)
+
+
+def group_amax(x_BRC: Tensor, layout: GroupLayout) -> Tensor:
+    """Return the largest magnitude of each group of float32 `x_BRC`, float32[B, P, Q]; NaN or Inf if the group holds one.
+
+    If the whole tensor is one group, the result is [1, 1, 1].
+    """
+    return group_values(x_BRC, layout).abs().amax(dim=(2, 4))
 
 
 def product(x: Tensor, multiply: Tensor) -> Tensor:
@@ -82,7 +80,14 @@ def spread(groups: Tensor, layout: GroupLayout) -> Tensor:
 
 
 def factors(
-    amax: Tensor, tensor_amax: Tensor | None, format: Format, scale: Scale, round: Rounding, wider: float = 1.0
+    amax: Tensor,
+    tensor_amax: Tensor | None,
+    format: Format,
+    scale: Scale,
+    round: Rounding,
+    values: Tensor | None = None,
+    *,
+    wider: float = 1.0,
 ) -> Factors:
     """Return the factors of groups with largest magnitudes `amax` (float32, any shape).
 
@@ -97,6 +102,7 @@ def factors(
         nvfp4            tensor = tensor_amax / (448 format.max), restore = E4M3(`wider` * amax / format.max / tensor)
         four_over_six    those of nvfp4 with 256 in place of 448, for 6 and 4: see `least_error`
         eden             the same for 6 / EDEN_CLIP, before the correction by `eden_factors`
+        other rules      restore = their reference of `amax`, or of `values`, the groups' values as [..., n]
 
     A group of zeros has scale 1. A group with NaN or Inf has scale NaN, so that it cannot pass for numbers. Example, e2m1 (emax
     2, largest value 6), amax 10: fp32 multiplies by 0.6; pow2 and pow2_ceil by 2^-(3 - 2) = 1/2, since 5 fits.
@@ -116,6 +122,21 @@ def factors(
         multiply = _quotient(_quotient(1.0, tensor), restore)
     elif scale.kind == "static":
         restore = torch.full_like(amax, scale.arguments[0])
+        multiply = _quotient(1.0, restore)
+    elif scale.rule.reference is not None:
+        known = torch.where(nothing | lost, 1.0, amax)
+        if scale.rule.values:
+            assert values is not None
+            known = torch.where((nothing | lost)[..., None], 1.0, values)
+        restore = scale.rule.reference(known, format, *scale.arguments).float()
+        if restore.shape != amax.shape:
+            raise UserError(
+                f"The scale rule {scale.kind!r} returned shape {tuple(restore.shape)} for {tuple(amax.shape)} groups."
+            )
+        restore = restore.clamp(SMALLEST, LARGEST_FACTOR)
+        if scale.rule.storage == "pow2":
+            restore = (restore.view(torch.int32) & 0x7F800000).view(torch.float32)
+        restore = torch.where(nothing, 1.0, torch.where(lost, torch.nan, restore))
         multiply = _quotient(1.0, restore)
     elif scale.storage == "fp32":
         amax = amax * wider
@@ -207,7 +228,7 @@ def least_error(x_BRC: Tensor, cast: Cast, layout: GroupLayout, candidates: list
         difference = (y - rounding.round_values(y, cast.element, cast.round, True, None)).abs()
         units = (difference * 1024.0 + 0.5).clamp(max=2048.0).nan_to_num(0.0).int()
         weight = found.restore if found.tensor is not None else torch.full_like(found.restore, wider)
-        error = group_sum((units * units).long(), layout).float() * (weight * weight)
+        error = group_values((units * units).long(), layout).sum(dim=(2, 4)).float() * (weight * weight)
         if least is None:
             least = error
             continue
@@ -225,10 +246,10 @@ def nvfp4_block_scale(wanted: Tensor, round: Rounding) -> Tensor:
     The nearest may be smaller than wanted. Then the group's largest values are clipped, which would bias stochastic rounding.
     The result is at least the smallest subnormal, never zero.
     """
-    kind = "toward_zero" if round.kind == "stochastic" else "nearest"
+    kind = "toward_zero" if round.bits else "nearest"
     wanted = wanted.clamp(max=E4M3.max)
-    scale = rounding.round_values(wanted, E4M3, Rounding(kind), True, None)  # type: ignore[arg-type]
-    if round.kind == "stochastic":
+    scale = rounding.round_values(wanted, E4M3, Rounding(kind), True, None)
+    if round.bits:
         above = rounding.decode(rounding.encode(scale, E4M3) + 1, E4M3)
         scale = torch.where((scale < wanted) & (scale < E4M3.max), above, scale)
     return scale.clamp(min=E4M3.min_subnormal)

@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from dither.ops.reference import philox
-from dither.spec import Transform
+from dither.spec import Hadamard
 from dither.spec.random import Draw, Stream
 
 WIDEST = 128
 """Signs that are drawn at once; narrower transforms take the first of them."""
 
 
-def transform(x: Tensor, turn: Transform, axis: int, place: Tensor | None) -> Tensor:
+def transform(x: Tensor, turn: Hadamard, axis: int, place: Tensor | None) -> Tensor:
     """Return the matrix x, transformed along `axis`: float32, with that axis padded by zeros to a multiple of the width.
 
     Example, width 4 (for brevity) without signs: [1, 2, 3, 4] becomes [5, -1, -2, 0]. Rounds of (a, b) -> (a + b, a - b) on
@@ -37,16 +37,16 @@ def transform(x: Tensor, turn: Transform, axis: int, place: Tensor | None) -> Te
     return turned if axis == 1 else turned.T.contiguous()
 
 
-def inverse(x: Tensor, turn: Transform, axis: int, place: Tensor | None, length: int) -> Tensor:
+def inverse(x: Tensor, turn: Hadamard, axis: int, place: Tensor | None, length: int) -> Tensor:
     """Return the matrix that `transform` brings to x, with `length` elements along `axis`; H is symmetric."""
-    plain = transform(x, Transform(turn.size), axis, None)
+    plain = transform(x, Hadamard(turn.size), axis, None)
     if turn.signs != "plain":
         row = signs(turn, place, x.device).repeat(plain.shape[axis] // turn.size)
         plain = plain * (row if axis == 1 else row[:, None])
     return plain.narrow(axis, 0, length)
 
 
-def signs(turn: Transform, place: Tensor | None, device: torch.device) -> Tensor:
+def signs(turn: Hadamard, place: Tensor | None, device: torch.device) -> Tensor:
     """Return the signs of a transform, float32[size]: one random bit each, of the first row of a stream."""
     if turn.signs == "fixed":
         return _fixed(turn.size, device)
