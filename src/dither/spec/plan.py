@@ -52,10 +52,10 @@ class Plan:
     """True if the optimizer keeps fp32 master weights."""
     loss_scaling: bool = False
     """True if the loss is scaled so that small gradients do not underflow, as with `torch.amp.GradScaler`."""
-    spare_last: float = 0.0
-    """The share of a model's blocks, from the last one on, whose layers are not cast: `spared` makes rules of it."""
     provenance: Mapping[str, str | int | float | bool | None] = field(default_factory=dict, hash=False)
     """The origin of the plan in plain values, such as the name of a recipe. For information only."""
+    spare_last: float = 0.0
+    """The share of a model's blocks, from the last one on, whose layers are not cast: `spared` makes rules of it."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.layers, tuple | list):
