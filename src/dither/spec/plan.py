@@ -303,7 +303,11 @@ PLAN_KEYS = (
     *("provenance", "definitions"),
 )
 
-CODE = {"scale rules": registry.SCALES, "roundings": registry.ROUNDINGS, "transforms": registry.TRANSFORMS}
+CODE: dict[str, registry.Table[Any]] = {
+    "scale rules": registry.SCALES,
+    "roundings": registry.ROUNDINGS,
+    "transforms": registry.TRANSFORMS,
+}
 """Definitions that a plan in JSON only names, with their origins, because they are code."""
 
 

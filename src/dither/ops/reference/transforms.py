@@ -33,7 +33,7 @@ def transform(x: Tensor, turn: Hadamard, axis: int, place: Tensor | None) -> Ten
         v = v * signs(turn, place, x.device)
     for _ in range(turn.size.bit_length() - 1):
         v = torch.cat((v[..., ::2] + v[..., 1::2], v[..., ::2] - v[..., 1::2]), dim=2)
-    turned = (v * turn.size**-0.5).reshape(padded.shape)
+    turned: Tensor = (v * turn.size**-0.5).reshape(padded.shape)
     return turned if axis == 1 else turned.T.contiguous()
 
 
