@@ -41,6 +41,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from targets import choose_targets
 
 import dither
 from dither import LayerPrecision, Plan, step_context
@@ -50,7 +51,6 @@ from dither.models import Llama, LlamaConfig, compile_blocks
 from dither.nn import bitwidth_loss, param_groups, sampling_parameters
 from dither.nn.bitwidths import effective_precision
 from dither.spec import BitwidthLoss, Sampling, WeightDecay
-from dither.tools.targets import choose_targets
 
 END = "<|endoftext|>"
 """The line between two documents of a text, and the token after each."""

@@ -12,9 +12,9 @@ from runs import error_line
 
 from dither import UserError, cli
 from dither.models import PRESETS, build, save_pretrained
+from dither.spec.gpus import GPUS, Gpu, gpu_named
 from dither.tools import doctor
 from dither.tools.doctor import print_advice
-from dither.tools.gpus import GPUS, Gpu, cpu_here, gpu_named
 from dither.tools.memory import (
     GIB,
     LLAMAS,
@@ -30,7 +30,7 @@ from dither.tools.memory import (
     model_shape,
     shape_of,
 )
-from dither.tools.recommend import Advice, advice_for, advice_here, recommend
+from dither.tools.recommend import Advice, advice_for, advice_here, cpu_here, recommend
 from dither.tools.scaling import CHOICES, Job, TrainingStep, gathering, rank
 from dither.train import Config
 from dither.train import config as configs

@@ -101,6 +101,7 @@ PATH = Path(__file__).parent.parent / "benchmarks" / "sampling_quality.py"
 @pytest.fixture
 def quality(monkeypatch):
     """The script as a function of its arguments."""
+    monkeypatch.syspath_prepend(FOLDER)
     spec = importlib.util.spec_from_file_location("sampling_quality", PATH)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -259,3 +260,40 @@ def test_a_mistake_is_a_sentence(script, name, mistake, sentence, capsys):
     with pytest.raises(SystemExit):
         script(name, "--device", "cpu", "--tiny", *mistake)
     assert sentence in capsys.readouterr().err
+
+
+class Sum(torch.nn.Module):
+    """Two linear layers side by side, the second of which counts 64 times: a loss that is quadratic in all weights."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.a, self.b = torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 32, bias=False)
+        for layer in (self.a, self.b):
+            torch.nn.init.uniform_(layer.weight, -1, 1, generator=generator)
+        self.x = torch.randn(256, 64, generator=generator)
+
+    def loss(self, _):
+        return self.a(self.x).square().mean() + 64 * self.b(self.x).square().mean()
+
+
+def test_a_sensitive_layer_gets_the_bits(monkeypatch):
+    """In closed form: the rise of mean((x (w + d)^T)^2) is the sum of d^2 by the mean of x^2 over the outputs."""
+    monkeypatch.syspath_prepend(FOLDER)
+    from targets import choose_targets
+
+    model = Sum()
+    found = choose_targets(model, Sum.loss, [0], tolerance=1e-3, draws=8)
+    power = model.x.square().mean(0)
+    for layer, name, counts in zip(found.layers, ("a", "b"), (1, 64), strict=True):
+        weight = getattr(model, name).weight.detach()
+        amax = torch.stack([torch.stack([part.abs().max() for part in rows.split(32, 1)]) for rows in weight.split(32, 0)])
+        spread = amax.repeat_interleave(32, 0).repeat_interleave(32, 1)
+        variance = 2 * (4 * 3 / 2048 + 9 / 64)  # of R: P(2) = 3/2048 and P(1) = 9/64, the same for -2 and -1
+        exact = counts * variance * 4 * (spread.square() * power).sum().item() / weight.shape[0]
+        assert abs(layer.sensitivity - exact) <= 5 * layer.deviation
+        assert layer.deviation < 0.02 * exact
+    a, b = found.layers
+    assert 3 < b.b_target - a.b_target < 4  # 64 = 4^3, over half as many outputs
+    assert found.rise == pytest.approx(1e-3 * found.loss)
+    assert found.plan().for_layer("b").sampling.b_target == b.b_target

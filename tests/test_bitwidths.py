@@ -14,7 +14,7 @@ import torch
 from dither import Format, UserError
 from dither.ops.reference import sampling
 from dither.spec import NOISES
-from dither.spec.bitwidths import DEPLOYABLE, SMALLEST, VARIANCE, allocate, capacity, deployable, required_format, safe_bitwidth
+from dither.spec.bitwidths import DEPLOYABLE, SMALLEST, VARIANCE, capacity, deployable, required_format, safe_bitwidth
 
 SMALL = ("e2m1", "e3m2", "e4m3", "e5m2")
 STEPS = {"rounded_normal": (1.0, 2.0), "uniform": (1 / 16, 1 / 4, 1 / 2)}
@@ -285,53 +285,6 @@ def test_what_table_2_keeps_is_what_noise_leaves(name):
     b_t = capacity(name)
     scale = 2.0**format.max_exponent
     assert format.min_subnormal / scale == 2.0 ** (1 - format.mantissa_bits - b_t)
-
-
-# Shares of a tolerance
-
-
-def rise(sensitivity, bitwidths):
-    return sum(max(a, 0.0) * 4.0 ** -bitwidths[layer] for layer, a in sensitivity.items())
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_no_other_bitwidths_take_fewer_bits(seed):
-    """The problem is convex, so an optimum among its neighbours is the optimum: no exchange between two layers pays."""
-    random = np.random.default_rng(seed)
-    sensitivity = {str(i): float(a) for i, a in enumerate(10 ** random.uniform(-3, 3, 6))}
-    weights = {layer: int(n) for layer, n in zip(sensitivity, random.integers(1, 1000, 6), strict=True)}
-    low, high = 2.0, 7.0
-    most, least = (rise(sensitivity, dict.fromkeys(sensitivity, b)) for b in (low, high))
-    tolerance = math.exp(random.uniform(math.log(least), math.log(most)))
-    found = allocate(sensitivity, weights, tolerance, low=low, high=high)
-    assert all(low <= b <= high for b in found.values())
-    assert rise(sensitivity, found) == pytest.approx(tolerance, rel=1e-12)
-    for one in found:
-        for other in found:
-            lowered = found | {one: found[one] - 1e-3}
-            # What the lowered bitwidth adds to the rise, the other one must take back; this is its new bitwidth.
-            left = sensitivity[other] * 4.0 ** -found[other] - (rise(sensitivity, lowered) - tolerance)
-            if one == other or lowered[one] < low or left <= 0:
-                continue
-            raised = -math.log(left / sensitivity[other], 4)
-            saved = weights[one] * 1e-3 - weights[other] * (raised - found[other])
-            assert raised > high or saved < 0
-    # The same bits, given as such, are divided in the same way.
-    mean = sum(weights[layer] * b for layer, b in found.items()) / sum(weights.values())
-    assert allocate(sensitivity, weights, mean=mean, low=low, high=high) == pytest.approx(found, rel=1e-9)
-
-
-def test_tolerances_at_the_limits():
-    sensitivity, weights = {"a": 1.0, "b": 4.0, "c": -0.1}, {"a": 10, "b": 10, "c": 10}
-    assert allocate(sensitivity, weights, 1.0, low=2, high=8) == {"a": 2, "b": 2, "c": 2}
-    with pytest.raises(UserError, match="8 bits in every layer are not enough for a rise of the loss by at most 7e-05: raise"):
-        allocate(sensitivity, weights, 7e-5, low=2, high=8)
-    assert allocate(sensitivity, weights, 5 * 4.0**-8, low=2, high=8) == pytest.approx({"a": 8, "b": 8, "c": 2})
-    assert allocate(sensitivity, weights, mean=1, low=2, high=8) == {"a": 2, "b": 2, "c": 2}
-    with pytest.raises(UserError, match="8 bits in every layer are not enough for a mean of 9"):
-        allocate(sensitivity, weights, mean=9, low=2, high=8)
-    with pytest.raises(UserError, match=r"either a tolerance or a mean.*tolerance=None, mean=None"):
-        allocate(sensitivity, weights, low=2, high=8)
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("rounded_normal", 16), ("uniform", 16)])

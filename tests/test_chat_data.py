@@ -280,12 +280,16 @@ def test_prepare_and_train_on_the_command_line(prepared, tmp_path, capsys):
     [
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
         "{% set text = namespace(a='a' * 999) %}{% for _ in range(11) %}{% set text.a = text.a * 9 %}{% endfor %}{{ text.a }}",
+        "{{ 'a' * 99999 }}",
     ],
-    ids=["time", "memory"],
+    ids=["time", "memory", "text"],
 )
-def test_a_template_without_bounds_is_refused(tmp_path, template):
-    place = folder_of(tmp_path, template)
+def test_a_template_that_explodes_in_long_conversations_is_refused(tmp_path, template):
+    place = folder_of(tmp_path, "{% if messages | length > 9 %}" + template + "{% endif %}" + CHATML)
+    long = {"messages": [message(role, "text") for role in ("user", "assistant") * 6]}
+    chat = load_template(load_tokenizer(place), place)
+    encoded(TALK, chat)
     began = time.thread_time()
-    with pytest.raises(UserError, match=r"chat template in .* is refused: it takes more than 5 s or 1 GiB for a short convers"):
-        load_template(load_tokenizer(place / "tokenizer.json"), place)
+    with pytest.raises(UserError, match=r"refused: it takes more than 4 s or 1 GiB for line 1|writes \d+,\d+ characters for"):
+        encoded(long, chat)
     assert time.thread_time() - began < 5

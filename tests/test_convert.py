@@ -731,3 +731,19 @@ def test_float64_into_sampled_inputs_is_one_sentence():
     dither.convert(model, dataclasses.replace(dither.recipe("bf16"), default=LayerPrecision(input_sampling=dither.Sampling())))
     with dither.step_context(model, step=0), pytest.raises(UserError, match=r"samples inputs of .*, not torch\.float64"):
         model(torch.ones(4, 64, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("precision", [LayerPrecision(), LayerPrecision(sampling=dither.Sampling())], ids=["cast", "sampled"])
+def test_transforms_of_torch_func_are_one_sentence(precision):
+    """A layer that neither casts nor samples takes them."""
+    model, x = nn.Sequential(nn.Linear(64, 64)), torch.ones(4, 64)
+    dither.convert(model, dataclasses.replace(dither.recipe("bf16"), default=precision) if precision.sampling else "fp8-block")
+    for transform in (torch.func.vmap, torch.func.jacrev):
+        with (
+            dither.step_context(model, step=0),
+            pytest.raises(UserError, match=r"The layer '0' casts or samples.*torch\.func"),
+        ):
+            transform(model)(x)
+    model.eval()
+    if precision.sampling:
+        assert torch.func.vmap(model)(x).shape == (4, 64)

@@ -8,12 +8,10 @@ from torch import nn
 
 import dither
 from dither import Cast, LayerPrecision, Plan, UserError
-from dither.evaluate.deployment import deploy, deploy_blocks, plan_from_bitwidths, weight_cast
-from dither.evaluate.held_out import replaced
+from dither.evaluate.deployment import deploy, plan_from_bitwidths, weight_cast
 from dither.nn.bitwidths import bitwidth_range, effective_precision
 from dither.spec import Sampling
-from dither.spec.bitwidths import VARIANCE, capacity, deployable
-from dither.tools.targets import _noise, choose_targets, measure_rise
+from dither.spec.bitwidths import deployable
 
 B_T = torch.tensor([[3.0, 4.0, 5.0], [2.5, 3.5, 6.5]])
 """Of a 40 x 70 weight: blocks of 32 x 32, 32 x 6, 8 x 32 and 8 x 6."""
@@ -89,7 +87,6 @@ def test_bitwidths_that_have_almost_arrived():
     assert set(effective_precision(model, slack=0.05).total.formats) == {"e3m2"}
     assert plan_from_bitwidths(model).for_layer("0").weight.format == "e4m3"
     assert plan_from_bitwidths(model, slack=0.05).for_layer("0").weight.format == "e3m2"
-    assert set(deploy_blocks(model, slack=0.05).layers[0].formats) == {"e3m2"}
     with pytest.raises(UserError, match=r"slack= is a non-negative number of bits.*not -1"):
         effective_precision(model, slack=-1)
 
@@ -118,27 +115,6 @@ def test_granularities(granularity):
     cast = plan_from_bitwidths(learned(), granularity=granularity, quantile=0.95).for_layer("0").weight
     assert cast == Cast("e4m3", granularity, "fp32")
     assert plan_from_bitwidths(learned(), granularity=granularity).for_layer("0").weight == Cast("bf16")
-
-
-@pytest.mark.parametrize("noise", ["rounded_normal", "uniform"])
-def test_the_rule_of_noise(noise):
-    for b in (3.0, 4.0, 5.0, 6.0, 7.0):
-        model = learned(torch.full((2, 3), b), noise=noise, beyond="warn")
-        weight = model[0].weight.detach()
-        amax = torch.stack([torch.stack([part.abs().max() for part in rows.split(32, 1)]) for rows in weight.split(32, 0)])
-        allowed = VARIANCE[noise] * (COUNTS * (amax * 2.0 ** (1 - b)).square()).sum().item()
-        errors = {
-            name: (dither.fake_quantize(weight, weight_cast(name)) - weight).square().sum().item()
-            for name in ("e2m1", "e3m2", "e4m3", "bf16")
-        }
-        chosen = plan_from_bitwidths(model, rule="noise").for_layer("0").weight.format
-        assert chosen == next(name for name, error in errors.items() if error <= allowed)
-
-
-def test_the_rule_of_noise_goes_further_than_the_table():
-    model = learned(torch.full((2, 3), 4.0))
-    assert plan_from_bitwidths(model).for_layer("0").weight.format == "e3m2"
-    assert plan_from_bitwidths(model, rule="noise").for_layer("0").weight.format == "e2m1"
 
 
 # Deployment
@@ -218,24 +194,6 @@ def test_transposed_weights_are_scaled_along_the_products_axis():
     assert torch.equal(result.weights["0.weight"], dither.fake_quantize(weight, "e2m1 tile(32)", axis=0))
 
 
-def test_a_format_for_each_block():
-    model = learned()
-    weight = model[0].weight.detach()
-    result = deploy_blocks(model, evaluate=evaluation)
-    (layer,) = result.layers
-    bits = 6 * 3  # six formats to tell apart
-    for i, rows in enumerate(weight.split(32, 0)):
-        for j, block in enumerate(rows.split(32, 1)):
-            format = deployable(B_T[i, j].item())
-            cast = weight_cast(format.name)
-            there = result.weights["0.weight"][32 * i : 32 * i + 32, 32 * j : 32 * j + 32]
-            assert torch.equal(there, dither.fake_quantize(block.contiguous(), cast))
-            bits += format.bits * block.numel() + 32 * (cast.scaling.kind != "none")
-    assert layer.bits == pytest.approx(bits / 2800)
-    assert layer.formats == effective_precision(model).layers[0].formats
-    assert result.loss_after != result.loss_before
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -244,12 +202,7 @@ def test_a_format_for_each_block():
             lambda: plan_from_bitwidths(learned(), quantile=0),
             "quantile= is a fraction of a layer's weights, above 0 and up to 1, not 0",
         ),
-        (lambda: plan_from_bitwidths(learned(), rule="error"), "rule= is 'table'.*not 'error'"),
         (lambda: plan_from_bitwidths(learned(), granularity="blocks"), "There is no granularity 'blocks'"),
-        (
-            lambda: plan_from_bitwidths(learned(torch.full((2, 3), 7.0)), rule="noise", formats=("e2m1",)),
-            "No format among e2m1 has an error within the noise",
-        ),
         (
             lambda: effective_precision(learned(torch.full((2, 3), math.nan))),
             "layer '0' has learned a bitwidth that is neg.*nan",
@@ -261,147 +214,8 @@ def test_a_format_for_each_block():
         (lambda: deploy(learned(), "fp8"), "deploy takes a Plan that casts weights, not 'fp8'"),
         (lambda: deploy(learned(), Plan(default=LayerPrecision())), "The plan casts no weight of Sequential"),
         (lambda: deploy(learned(), Plan(layers=(("9", LayerPrecision.of(weight="mxfp4")),))), "matches no linear layer"),
-        (lambda: choose_targets(learned(), evaluate_batch, []), "batches= is a non-empty list of batches"),
-        (
-            lambda: choose_targets(learned(), evaluate_batch, [0], tolerance=-1),
-            "tolerance= is the allowed relative rise.*not -1",
-        ),
-        (lambda: choose_targets(learned(), evaluate_batch, [0], probes=()), r"probes= are bitwidths.*not \(\)"),
-        (lambda: choose_targets(learned(), evaluate_batch, [0], draws=0), "draws= is the number of draws.*not 0"),
-        (lambda: choose_targets(learned(), evaluate_batch, [0], low=9.0), r"from low=9\.0 to high=8\.0"),
-        (lambda: choose_targets(learned(), lambda model, batch: math.nan, [0]), "The mean of loss_fn over the batches is nan"),
-        (lambda: choose_targets(learned(), evaluate_batch, [0], only="7"), "only= '7' matches no linear layer"),
-        (lambda: measure_rise(learned(), evaluate_batch, [0], {"5": 4.0}), "There is no linear layer '5' in Sequential"),
-        (lambda: measure_rise(learned(), evaluate_batch, [0], {"0": 4.0}, draws=1), "at least 2 draws, not 1"),
     ],
 )
 def test_bad_input(call, message):
     with pytest.raises(UserError, match=message):
         call()
-
-
-def evaluate_batch(model, batch):
-    return 1.0
-
-
-# Targets
-
-
-class Sum(nn.Module):
-    """Two linear layers side by side, the second of which counts `factor` times: a loss that is quadratic in all weights."""
-
-    def __init__(self, factor: float):
-        super().__init__()
-        generator = torch.Generator().manual_seed(3)
-        self.a, self.b = nn.Linear(64, 64, bias=False), nn.Linear(64, 32, bias=False)
-        self.factor = factor
-        for layer in (self.a, self.b):
-            nn.init.uniform_(layer.weight, -1, 1, generator=generator)
-        self.x = torch.randn(256, 64, generator=generator)
-
-    def loss(self, _):
-        return self.a(self.x).square().mean() + self.factor * self.b(self.x).square().mean()
-
-
-@pytest.mark.parametrize("factor", [1.0, 64.0])
-def test_a_sensitive_layer_gets_the_bits(factor):
-    """In closed form: the rise of mean((x (w + d)^T)^2) is the sum of d^2 by the mean of x^2 over the outputs."""
-    model = Sum(factor)
-    targets = choose_targets(model, Sum.loss, [0], tolerance=1e-3, draws=8)
-    power = model.x.square().mean(0)
-    for layer, name, weight_of in zip(targets.layers, ("a", "b"), (1.0, factor), strict=True):
-        weight = getattr(model, name).weight.detach()
-        amax = torch.stack([torch.stack([part.abs().max() for part in rows.split(32, 1)]) for rows in weight.split(32, 0)])
-        spread = amax.repeat_interleave(32, 0).repeat_interleave(32, 1)
-        exact = weight_of * VARIANCE["rounded_normal"] * 4 * (spread.square() * power).sum().item() / weight.shape[0]
-        assert abs(layer.sensitivity - exact) <= 5 * layer.deviation
-        assert layer.deviation < 0.02 * exact
-    a, b = targets.layers
-    # a_l 4^-b_l is the same for each weight: half a bit for each doubling of the sensitivity a weight.
-    assert b.b_target - a.b_target == pytest.approx(math.log2(b.sensitivity / b.weights / (a.sensitivity / a.weights)) / 2)
-    assert targets.rise == pytest.approx(targets.tolerance) == pytest.approx(1e-3 * targets.loss)
-    assert a.rise / a.weights == pytest.approx(b.rise / b.weights)
-    if factor == 64:
-        assert 3 < b.b_target - a.b_target < 4  # 64 = 4^3, over half as many outputs
-
-
-def test_the_predicted_rise_is_the_measured_one():
-    model = Sum(64.0)
-    targets = choose_targets(model, Sum.loss, [0], tolerance=0.01, draws=8)
-    rise, deviation = measure_rise(model, Sum.loss, [0], {layer.name: layer.b_target for layer in targets.layers}, draws=16)
-    assert abs(rise - targets.rise) <= 5 * math.hypot(deviation, targets.deviation)
-    assert math.hypot(deviation, targets.deviation) < 0.03 * rise  # so that the line above says something
-
-
-def test_targets_of_a_deep_model():
-    """Three layers with bends between them: the rise is quadratic only to first order, and noise of layers still adds up."""
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 8))
-    teacher = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 8))
-    x = torch.randn(512, 64)
-    with torch.no_grad():
-        y = teacher(x) * 3
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    for _ in range(60):
-        optimizer.zero_grad()
-        (model(x) - y).square().mean().backward()
-        optimizer.step()
-    batches = [(x[:256], y[:256]), (x[256:], y[256:])]
-
-    def loss(model, batch):
-        return (model(batch[0]) - batch[1]).square().mean()
-
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    targets = choose_targets(model, loss, batches, tolerance=0.02, draws=16)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    rise, deviation = measure_rise(model, loss, batches, {layer.name: layer.b_target for layer in targets.layers}, draws=64)
-    assert abs(rise - targets.rise) <= 5 * math.hypot(deviation, targets.deviation)
-    assert math.hypot(deviation, targets.deviation) < 0.06 * rise
-    assert targets == choose_targets(model, loss, batches, tolerance=0.02, draws=16)
-    # As many bits, but the same for all layers, raise the loss by more.
-    alike, _ = measure_rise(model, loss, batches, {layer.name: targets.mean for layer in targets.layers}, draws=64)
-    assert alike > 1.1 * rise
-
-
-def test_targets_become_a_plan():
-    model = Sum(64.0)
-    targets = choose_targets(model, Sum.loss, [0], tolerance=0.01, formats=("e2m1", "e3m2", "e4m3", "bf16"))
-    a, b = targets.layers
-    assert {a.b_target, b.b_target} <= {capacity(name) for name in ("e2m1", "e3m2", "e4m3", "bf16")}
-    assert targets.rise <= targets.tolerance
-    plan = targets.plan(Sampling(block=32, guidance=()), Plan(default=LayerPrecision.of(weight="e4m3 tensor"), compute="bf16"))
-    own = plan.for_layer("b")
-    assert (own.sampling.b_init, own.sampling.b_target) == (b.b_init, b.b_target)
-    assert own.weight == Cast.parse("e4m3 tensor")
-    assert own.sampling.guidance == ()
-    dither.convert(model, targets.plan())
-    assert model.a.bitwidths().unique().tolist() == [a.b_init]
-    assert [line.split()[0] for line in str(targets).splitlines()[2:4]] == ["a", "b"]
-
-
-def test_noise_of_layers_draws_and_seeds_is_independent():
-    weight = torch.ones(64, 64)
-    cases = [("a", 0, 0), ("b", 0, 0), ("a", 1, 0), ("a", 0, 1)]
-    noises = torch.stack([_noise(weight, layer, Sampling(), seed, draw).flatten() for layer, seed, draw in cases])
-    correlation = torch.corrcoef(noises) - torch.eye(4)
-    assert correlation.abs().max() < 5 / math.sqrt(weight.numel())
-
-
-def test_limits_headroom_and_a_mean():
-    model = Sum(64.0)
-    targets = choose_targets(model, Sum.loss, [0], mean=5.0, high=6.0, headroom=1.5)
-    assert targets.mean == pytest.approx(5.0)
-    assert targets.tolerance is None
-    for layer in targets.layers:
-        assert layer.b_init == max(layer.b_target, min(layer.b_target + 1.5, 6.0))
-    assert choose_targets(model, Sum.loss, [0], tolerance=1.0, low=3.0).layers[0].b_target == 3.0
-    assert [layer.name for layer in choose_targets(model, Sum.loss, [0], only="b").layers] == ["b"]
-    assert [layer.name for layer in choose_targets(model, Sum.loss, [0], skip="b").layers] == ["a"]
-
-
-def test_replaced_gives_back_what_it_took():
-    model = learned()
-    old = model[0].weight.data_ptr()
-    with replaced(model, {"0.weight": torch.zeros(40, 70)}):
-        assert not model[0].weight.any()
-    assert model[0].weight.data_ptr() == old

@@ -86,7 +86,10 @@ def test_a_layer_goes_through_json(precision):
         ),
         (lambda: LayerPrecision.from_dict({"sampling": {"nose": "none"}}), "no key 'nose' (did you mean 'noise'?)"),
         (lambda: LayerPrecision.from_dict({"input": {"format": "e4m3"}}), "A cast is written as text"),
-        (lambda: LayerPrecision.from_dict(["e4m3"]), "input, weight, grad, sampling, input_sampling, overrides, requantize, not ['e4m3']"),
+        (
+            lambda: LayerPrecision.from_dict(["e4m3"]),
+            "input, weight, grad, sampling, input_sampling, overrides, requantize, not ['e4m3']",
+        ),
     ],
 )
 def test_what_is_no_layer_is_an_error(call, said):

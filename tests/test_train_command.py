@@ -9,7 +9,7 @@ import pytest
 from dither import UserError, cli
 from dither.commands.train import resolve, summary
 from dither.models import open_model
-from dither.tools.gpus import GPUS
+from dither.spec.gpus import GPUS
 from dither.train import config as configs
 from dither.train.config import Config, describe
 from dither.train.loop import Outcome
@@ -187,7 +187,7 @@ def test_fast_takes_what_was_measured_and_leaves_what_is_set(
         )
 
     monkeypatch.setattr("dither.train.loop.train", run)
-    monkeypatch.setattr("dither.tools.gpus.gpus_here", lambda: (GPUS["h200"],))
+    monkeypatch.setattr("dither.tools.recommend.gpus_here", lambda: (GPUS["h200"],))
     words = ["train", "--fast", "--data", str(text), "model.preset=llama-1b", "data.sequence=2048", "data.batch=8"]
     assert cli.main(words) == 0
     found = begun[-1].precision

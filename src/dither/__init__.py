@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from dither.spec.recipes import Recipe, recipe
     from dither.spec.registry import RoundingRule, ScaleRule, Transform, register
     from dither.spec.schedule import PlanSchedule
-    from dither.tools.targets import choose_targets
 
 __version__ = "0.1.0"
 
@@ -44,7 +43,7 @@ __all__ = [
     "AmaxHistory", "BitwidthLoss", "Cast", "Conversion", "DitherError", "Format", "LayerPrecision", "Linear", "MemoryOptions",
     "Monitor", "NamedCast", "PerformanceWarning", "Plan", "PlanSchedule", "Quantized", "Recipe", "RoundingRule", "Sampling",
     "ScaleRule", "Stream", "Transform", "UserError", "WeightDecay", "amax", "auto_plan", "bitwidth_loss",
-    "capture_passes", "choose_targets", "compile", "convert", "deploy",
+    "capture_passes", "compile", "convert", "deploy",
     "effective_precision", "export", "fake_quantize", "output_loss", "parallelize", "plan_from_bitwidths", "quantize",
     "quantize_both", "recipe", "register", "round_to", "safe_bitwidth", "sample", "sampling_parameters", "step_context",
 ]  # fmt: skip
@@ -63,7 +62,6 @@ __getattr__ = lazily(
         "dither.spec.recipes": "Recipe recipe",
         "dither.spec.registry": "RoundingRule ScaleRule Transform register",
         "dither.spec.schedule": "PlanSchedule",
-        "dither.tools.targets": "choose_targets",
         "evaluate": "deploy plan_from_bitwidths",
         "exporting": "export",
         "models": "output_loss",

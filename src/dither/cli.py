@@ -64,6 +64,7 @@ COMMANDS = {
     "data prepare": Command("data", "prepare", long=True),
     "data show": Command("data", "show"),
     "plan": Command("plan", "plan", long=True),
+    "plan options": Command("plan", "options"),
     "plan show": Command("plan", "show"),
     "plan diff": Command("plan", "diff"),
     "plan auto": Command("plan", "auto", long=True),

@@ -2,7 +2,6 @@
 
 import io
 import json as json_text
-import math
 import os
 import re
 import shutil
@@ -11,10 +10,10 @@ import textwrap
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import Any, ClassVar, TextIO
 from unicodedata import east_asian_width
+
+from dither import files
 
 WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 
@@ -229,6 +228,7 @@ def print_result(result: object, in_words: Callable[[], object], *, json: bool) 
 def to_json(result: object) -> str:
     """Return a result as strict JSON: dataclasses are objects, and numbers that are not finite are null.
 
+    >>> from pathlib import Path
     >>> print(to_json({"losses": (1.5, float("nan")), "path": Path("a")}))
     {
      "losses": [
@@ -238,21 +238,7 @@ def to_json(result: object) -> str:
      "path": "a"
     }
     """
-    return json_text.dumps(_plain(result), indent=1, allow_nan=False)
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "to_dict"):
-        return _plain(value.to_dict())
-    if is_dataclass(value) and not isinstance(value, type):
-        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return str(value) if isinstance(value, Path) else value
+    return json_text.dumps(files.plain(result), indent=1, allow_nan=False)
 
 
 def print_text(text: str) -> None:

@@ -16,8 +16,9 @@ import signal
 import stat
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -61,6 +62,21 @@ def check_plain(value: object, where: str, depth: int = 0) -> None:
         raise UserError(
             f"{where} is a {type(value).__name__}, and only dictionaries, lists, strings, numbers, booleans and None are saved."
         )
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON has it: dataclasses are objects, and None stands for numbers that are not finite."""
+    if hasattr(value, "to_dict"):
+        return plain(value.to_dict())
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value
 
 
 def to_json(value: object, where: str) -> bytes:
@@ -137,14 +153,16 @@ def open_plainly(path: str | Path, *, follow: bool = False) -> BinaryIO:
 
 def read(path: str | Path, *, most: int = MOST, follow: bool = False) -> bytes:
     """Return the bytes of a regular file with at most `most` of them."""
+    data = bytearray()
     with open_plainly(path, follow=follow) as file:
         try:
-            data = file.read(most + 1)
+            while len(data) <= most and (chunk := file.read(min(CHUNK, most + 1 - len(data)))):
+                data += chunk
         except OSError as error:  # such as an error of the disk, or /proc/PID/mem
             raise Refused(f"{Path(path).name} cannot be read ({error.strerror})") from None
     if len(data) > most:
         raise Refused(f"{Path(path).name} has more than {most >> 20} MiB")
-    return data
+    return bytes(data)
 
 
 def read_text(path: str | Path) -> str:
@@ -180,20 +198,23 @@ def digest(file: BinaryIO) -> str:
     return sha256.hexdigest()
 
 
-def try_first(work: Callable[[], object], what: str, seconds: int = 5, memory: int = 1 << 30) -> None:
-    """Do work in a copy of this process that has limits, and raise Refused if it exceeds them, before doing it here.
+def limited(work: Callable[[], Any], what: str, seconds: int = 4, memory: int = 1 << 30) -> Any:
+    """Return the result of work, plain JSON, done in a copy of this process with limits; raise Refused if it exceeds them.
 
-    For libraries that parse what strangers wrote: a small file may take hours or all memory. Errors within the limits are none
-    here, since the work then fails again. Only Linux says how much memory a process has mapped: elsewhere there is no trial.
+    For libraries that parse what strangers wrote: a small file may take hours or all memory. A UserError is raised here too;
+    after any other error the result is None. Only Linux tells how much memory is mapped: elsewhere nothing is limited.
 
-    >>> try_first(lambda: "a" * (2 << 30), "the template")
+    >>> limited(lambda: ["text"], "the template")
+    ['text']
+    >>> limited(lambda: "a" * (2 << 30), "the template")
     Traceback (most recent call last):
-    dither.files.Refused: the template takes more than 5 s or 1 GiB
+    dither.files.Refused: the template takes more than 4 s or 1 GiB
     """
     if not os.path.exists("/proc/self/statm"):
-        return
+        return work()
     with open("/proc/self/statm") as file:  # a limit of the address space counts what is mapped already
         mapped = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    reader, writer = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of other threads; the alarm below ends a wait
         child = os.fork()
@@ -206,16 +227,39 @@ def try_first(work: Callable[[], object], what: str, seconds: int = 5, memory: i
             resource.setrlimit(resource.RLIMIT_AS, (mapped + memory, mapped + memory))
             for stream in (1, 2):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-            try:
-                work()
-            except BaseException as error:
-                chain: BaseException | None = error
-                while chain is not None and not isinstance(chain, MemoryError):
-                    chain = chain.__context__
-                os._exit(chain is not None)
+            with os.fdopen(writer, "wb") as answer:
+                answer.write(_answer(work))
         os._exit(0)
-    if os.waitpid(child, 0)[1] not in (0, signal.SIGALRM):
+    try:
+        os.close(writer)
+        with os.fdopen(reader, "rb") as answer:
+            data = answer.read(MOST)
+    finally:
+        os.kill(child, signal.SIGKILL)  # for an answer that is too long, or if this process is interrupted
+        status = os.waitpid(child, 0)[1]
+    if status == signal.SIGALRM:
+        return work()
+    if not data.endswith(b"\n"):
         raise Refused(f"{what} takes more than {seconds} s or {memory >> 30} GiB")
+    result, error = json.loads(data)
+    if error is not None:
+        raise UserError(error)
+    return result
+
+
+def _answer(work: Callable[[], Any]) -> bytes:
+    """Return the result of work and its UserError as a line of JSON; raise if it ran out of memory."""
+    result = error = None
+    try:
+        result = work()
+    except BaseException as raised:
+        chain: BaseException | None = raised
+        while chain is not None:
+            if isinstance(chain, MemoryError):
+                raise
+            chain = chain.__context__
+        error = str(raised) if isinstance(raised, UserError) else None
+    return json.dumps([result, error]).encode() + b"\n"
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT)

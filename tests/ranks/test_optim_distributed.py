@@ -211,6 +211,9 @@ def test_blocks() -> None:
         UserError, match=r"'w' is sharded at columns \d+ to \d+, inside a block of 32 .*: shard at multiples of 32"
     ):
         AdamW([("w", narrow)], lr=1e-2, states="dynamic8", block=32)
+    with pytest.raises(UserError, match="min_8bit_size=385 gives fp32 moments"):
+        AdamW([("w", narrow)], lr=1e-2, states="dynamic8", block=32, min_8bit_size=384)
+    AdamW([("w", narrow)], lr=1e-2, states="dynamic8", block=32, min_8bit_size=385)
 
 
 # FSDP2 and checkpoints ------------------------------------------------------------------------------------------------

@@ -30,8 +30,7 @@ from dither.nn.functional import OperandCodes
 from dither.nn.sharded.gather import coded_of
 from dither.nn.sharded.scales import Groups, RowShard, in_whole_groups, split_amax
 from dither.parallel import Layout, gathered
-from dither.parallel.apply import gather_codes, shard_weights
-from dither.parallel.reduction import BFloat16ReduceScatter
+from dither.parallel.apply import BFloat16ReduceScatter, gather_codes, shard_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*noise can vanish")
 

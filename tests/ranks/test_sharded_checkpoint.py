@@ -26,8 +26,7 @@ from dither import UserError, checkpoint, files
 from dither.checkpoint import SavedTensors, Saver, format, pack, unpack
 from dither.checkpoint import read as reading
 from dither.checkpoint import write as writing
-from dither.checkpoint.format import SavedPiece, SavedTensor, manifest_bytes
-from dither.checkpoint.layout import local_part
+from dither.checkpoint.format import SavedPiece, SavedTensor, local_part, manifest_bytes
 from dither.files import Refused
 from dither.models import build, open_model, preset
 from dither.models.open import load_weights

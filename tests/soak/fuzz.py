@@ -1,4 +1,4 @@
-"""Coverage-guided fuzzing of every reader of bytes from elsewhere: no exception but a UserError, and no input that takes long.
+"""Coverage-guided fuzzing of every reader of bytes from elsewhere: no exception but a UserError, in 5 s of CPU time and 1 GiB.
 
     make fuzz                                # a minute
     python tests/soak/fuzz.py --executions 1000000
@@ -11,18 +11,21 @@ first ones of each reader: tracing takes five times as long. `make soak` calls `
 
 import argparse
 import contextlib
+import hashlib
 import io
 import json
+import os
 import pickle
 import random
 import re
+import resource
 import shutil
 import sys
 import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -36,9 +39,13 @@ from dither.checkpoint import foreign, format
 from dither.checkpoint.foreign import METADATA_NAMES
 from dither.data import prepare, train_bpe
 from dither.data import text as texts
-from dither.data.tokenizer import Tokenizer
+from dither.data.chat import load_template, read_conversation
+from dither.data.tokenizer import Tokenizer, load_tokenizer
 from dither.data.tokens import manifest_text, open_tokens
 from dither.files import Refused, from_json
+from dither.models import build, preset, save_pretrained
+from dither.models.generation import Chat, Sampler
+from dither.models.open import open_model
 from dither.report import run_folder
 from dither.spec import Cast, Plan
 from dither.spec.patterns import matches
@@ -49,8 +56,8 @@ from dither.train.run_folder import Status
 
 SEEDS = Path(__file__).parents[1] / "fixtures" / "fuzz"
 TRACED = (str(Path(dither.__file__).parent), "tomllib")
-SECONDS = 5.0
-"""The most CPU time of one input."""
+SECONDS, MEMORY = 5.0, 1 << 30
+"""The most CPU time of one input, processes that it starts included, and the most memory beyond what there is before."""
 
 
 class Row(NamedTuple):
@@ -89,8 +96,8 @@ def _signed(data: bytes, write: Callable[[dict[str, Any]], None]) -> None:
     write(value)
 
 
-def readers(folder: Path) -> dict[str, Reader]:
-    """Return the readers. Those of folders use a folder in memory where there is one."""
+def readers(folder: Path, light: bool = False) -> dict[str, Reader]:
+    """Return the readers, `light`: but for those that import transformers."""
     words = ("the", "quick", "brown", "fox")
     (folder / "text").mkdir()
     for number in range(20):
@@ -170,13 +177,113 @@ def readers(folder: Path) -> dict[str, Reader]:
         "manifests of checkpoints": Reader(checkpoint_manifest, [manifest.read_bytes()], 0.002, (UserError, Refused)),
         "tokenizers": Reader(tokenizer, [(bpe.json or "").encode()], 0.002),
     }
+    found |= {"DCP folders": _dcp(folder), "shards of tokens": _tokens(tokens)}
     with contextlib.suppress(ImportError):
         found["Parquet"] = _parquet(folder)
+    if not light:
+        with contextlib.suppress(ImportError):
+            found |= {"models": _model(folder), **_chats(folder, bpe.json or "")}
     for name, reader in found.items():
         kept = SEEDS / name.replace(" ", "-").lower()
         reader.seeds += [path.read_bytes() for path in sorted(kept.iterdir())] if kept.is_dir() else []
-        reader.words = _words(reader.seeds)
+        reader.words += _words(reader.seeds)
     return found
+
+
+def _dcp(folder: Path) -> Reader:
+    """The metadata of a folder of torch.distributed.checkpoint, and the tensors that it leads to."""
+    from torch.distributed import checkpoint as dcp
+
+    dcp.save({"model": {"w": torch.ones(4, 2), "b": torch.zeros(3)}, "step": 7}, checkpoint_id=folder / "dcp", no_dist=True)
+    metadata = folder / "dcp" / ".metadata"
+
+    def read(data: bytes) -> None:
+        metadata.write_bytes(data)
+        with foreign.open_dcp(folder / "dcp") as source:
+            for name in source.tensors:
+                source.read(name)
+
+    return Reader(read, [metadata.read_bytes()], 0.002)
+
+
+def _model(folder: Path) -> Reader:
+    """The config of a model, beside weights that stay as they are; and the same bytes as a file, such as a GGUF."""
+    save_pretrained(build(preset("tiny", vocab_size=265)), folder / "model")
+    config = folder / "model" / "config.json"
+    from transformers import AutoModelForCausalLM
+
+    with contextlib.redirect_stderr(io.StringIO()):
+        AutoModelForCausalLM.from_pretrained(folder / "model")  # imports what one that Dither does not have would import
+
+    def read(data: bytes) -> None:
+        (folder / "model.gguf").write_bytes(data)
+        with contextlib.suppress(UserError):
+            open_model(folder / "model.gguf")
+        config.write_bytes(data)
+        with contextlib.redirect_stderr(io.StringIO()):
+            open_model(folder / "model")
+
+    gguf = b"GGUF\3\0\0\0" + (1).to_bytes(8, "little") * 2 + (20).to_bytes(8, "little") + b"general.architecture\x08\0\0\0"
+    return Reader(read, [config.read_bytes(), gguf], 0.0013)
+
+
+def _tokens(manifest: Path) -> Reader:
+    """A shard of tokens, whose hash is right: a manifest can be forged as well."""
+    shard, whole = manifest.parent / "train-00000.bin", manifest.read_bytes()
+
+    def read(data: bytes) -> None:
+        shard.write_bytes(data)
+        value = from_json(whole)
+        value.pop("sha256")
+        split = value["splits"]["train"]
+        split["tokens"] = split["shards"][0]["tokens"] = len(data) // 2
+        split["shards"][0]["sha256"] = hashlib.sha256(data).hexdigest()
+        manifest.write_text(manifest_text(value))
+        tokens = open_tokens(manifest.parent, verify=True).train
+        tokens.bytes_of(torch.from_numpy(tokens.read(0, len(tokens))))
+
+    return Reader(read, [shard.read_bytes()], 0.0013)
+
+
+LOOPS = (b"{% for a in range(99999) %}", b"{% endfor %}", b"{% set n.a = n.a * 99 %}", b"{{ n.a }}", b"{{ 'a' * 99999999 }}")
+LOOPS += (b"{{ 9 ** 9 ** 9 }}", b"{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", b"{{ messages | join(n.a) }}", b"((((")
+"""Pieces of templates that take long or much memory."""
+
+
+def _chats(folder: Path, tokenizer: str) -> dict[str, Reader]:
+    """A chat template, for a conversation that is prepared and for one that goes on; and the settings of a tokenizer."""
+    place = folder / "chat"
+    place.mkdir()
+    (place / "tokenizer.json").write_text(tokenizer)
+    messages = [{"role": role, "content": "the fox"} for role in ("user", "assistant") * 6]
+    chat = read_conversation({"messages": messages}, "line 1")
+    template = b"{% set n = namespace(a='a') %}{% for m in messages %}<|{{ m['role'] }}|>{{ m.content | trim }}\n{% endfor %}"
+    template += b"{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "chat_template": "{{ 1 }}"}
+    settings = json.dumps(named)
+
+    def read() -> None:
+        found = load_template(load_tokenizer(place), place)
+        found.encode_all([chat], lambda where, why: None)
+        if found._renderer is not None:
+            talk = Chat(torch.nn.Identity(), Sampler(), 0, found._renderer)
+            talk.messages = messages
+            talk._prompt()
+
+    def of_template(data: bytes) -> None:
+        (place / "tokenizer_config.json").write_text(settings)
+        (place / "chat_template.jinja").write_bytes(data)
+        read()
+
+    def of_settings(data: bytes) -> None:
+        (place / "chat_template.jinja").unlink(missing_ok=True)
+        (place / "tokenizer_config.json").write_bytes(data)
+        read()
+
+    return {
+        "chat templates": Reader(of_template, [template], 0.0013, words=[*LOOPS]),
+        "settings of tokenizers": Reader(of_settings, [settings.encode()], 0.0013),
+    }
 
 
 def _parquet(folder: Path) -> Reader:
@@ -284,9 +391,26 @@ class Coverage:
         return self.grown
 
 
+def _cpu() -> float:
+    """Return the seconds of CPU time of this process and of those that it has waited for."""
+    return sum(os.times()[:4])
+
+
+@contextlib.contextmanager
+def _bounded() -> Iterator[None]:
+    """Let allocations fail beyond the limit of memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
 def attempt(reader: Reader, data: bytes, coverage: Coverage | None) -> tuple[bool, str]:
     """Return whether an input reached anything new, and what is wrong, or ""."""
-    began, fault = time.process_time(), ""
+    began, fault = _cpu(), ""
     try:
         if coverage is None:
             reader.read(data)
@@ -297,13 +421,18 @@ def attempt(reader: Reader, data: bytes, coverage: Coverage | None) -> tuple[boo
             fault = f"a message of two lines: {error}"
     except Exception:
         fault = traceback.format_exc(limit=-3)
-    if (spent := time.process_time() - began) > SECONDS:
+    if (spent := _cpu() - began) > SECONDS:
         fault = f"took {spent:.1f} s"
     return coverage is not None and coverage.grown, fault and f"{fault}\non {data[:300]!r}"
 
 
 def fuzz(
-    *, executions: int | None = None, seconds: float | None = None, seed: int = 0, names: tuple[str, ...] = ()
+    *,
+    executions: int | None = None,
+    seconds: float | None = None,
+    seed: int = 0,
+    names: tuple[str, ...] = (),
+    light: bool = False,
 ) -> list[Row]:
     """Fuzz the readers, and return a line of a scoreboard for each.
 
@@ -312,13 +441,14 @@ def fuzz(
         seconds: The most time, the same for each reader; by default no limit. With both, whichever ends first.
         seed: The seed of all mutations: the same number of executions gives the same inputs.
         names: Only these readers; by default all.
+        light: Leave out the readers that import transformers.
     """
     warnings.simplefilter("ignore")
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     folder = Path(tempfile.mkdtemp(prefix="dither-fuzz-", dir=memory))
     rows = []
     try:
-        chosen = {name: reader for name, reader in readers(folder).items() if not names or name in names}
+        chosen = {name: reader for name, reader in readers(folder, light).items() if not names or name in names}
         whole = sum(reader.share for reader in chosen.values())
         for name, reader in chosen.items():
             most = round((executions or 1 << 40) * reader.share / whole)
@@ -336,14 +466,15 @@ def _one(name: str, reader: Reader, most: int, end: float, draw: random.Random) 
         if fault:
             faults.setdefault(fault.splitlines()[-2][:200], fault)
     began = time.monotonic()
-    while done < most and time.monotonic() < end:
-        data = mutated(draw, corpus, reader.words)
-        new, fault = attempt(reader, data, coverage if done % 16 == 0 or done < 500 else None)
-        done += 1
-        if new and len(data) < 20_000:
-            corpus.append(data)
-        if fault:
-            faults.setdefault(fault.splitlines()[-2][:200], fault)  # one of each kind
+    with _bounded():
+        while done < most and time.monotonic() < end:
+            data = mutated(draw, corpus, reader.words)
+            new, fault = attempt(reader, data, coverage if done % 16 == 0 or done < 500 else None)
+            done += 1
+            if new and len(data) < 20_000:
+                corpus.append(data)
+            if fault:
+                faults.setdefault(fault.splitlines()[-2][:200], fault)  # one of each kind
     rate = done / max(time.monotonic() - began, 1e-9)
     what = f"fuzzed {name}: {done:,} inputs, {len(coverage.seen):,} branches, {rate:,.0f} per s"
     return Row(what, "0", str(len(faults)), not faults, tuple(faults.values()))

@@ -520,8 +520,20 @@ PARTS: dict[str, tuple[Callable[[Path, Path, int], list[Score]], int]] = {
 """What is tried, and how often when nothing is said. The parts of tests/soak/soak_faults.py come on top."""
 
 
-ORDER = ("faults", "kills", "differences", "restarts", "fuzzing", "hostility", "sharded", "saves", "lost", "phases", "disks")
-ORDER += ("worlds", "races", "bombs", "damage", "shards", "signals")
+ORDER = (
+    "faults",
+    "fuzzing",
+    "launchers",
+    "kills",
+    "differences",
+    "restarts",
+    "hostility",
+    "sharded",
+    "saves",
+    "lost",
+    "phases",
+)
+ORDER += ("disks", "terminals", "worlds", "races", "bombs", "damage", "shards", "signals")
 """The longest parts first, so that two processes end at about the same time."""
 
 

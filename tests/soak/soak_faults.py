@@ -38,7 +38,7 @@ from soak import (
     sha256,
 )
 
-from dither import UserError, checkpoint
+from dither import UserError, checkpoint, cli
 from dither.checkpoint import write as writing
 from dither.data import prepare
 from dither.run_lock import RunLock
@@ -148,6 +148,14 @@ def fill(place: Path, inodes: bool, leave: int) -> None:
                 file.write(b"x" * (1 << 16))
     if not inodes and leave:
         os.truncate(filler / "bytes", max(0, (filler / "bytes").stat().st_size - leave))
+
+
+def fill_with_log(place: Path) -> None:
+    """Use up the bytes of a file system, and the rest of the last page of the log, which is standard output."""
+    fill(place, False, 0)
+    with suppress(OSError):
+        while True:
+            os.write(1, b"\n")
 
 
 def watched(place: Path, at: int, inodes: bool, leave: int, names: list[str]) -> None:
@@ -401,6 +409,62 @@ def phases(text: Path, folder: Path, count: int) -> list[Score]:
     ]
 
 
+# Lost terminals -------------------------------------------------------------------------------------------------------
+
+
+def terminals(text: Path, folder: Path, count: int) -> list[Score]:
+    """SIGHUP, a pipe that its reader closes, a log on a full disk, and streams closed from the start: nothing is lost."""
+    _, expected, _, _ = soak.straight(text)
+    draw, scores, place = random.Random(12), [], folder / "tmpfs"
+
+    def work(kind: str, out: Path, at: int) -> int:
+        read, write = os.pipe()
+        if kind == "closed pipe":
+            os.dup2(write, 1)
+            os.close(write)
+        elif kind == "full log":
+            mount(place, 1 << 20, 50)
+            for stream in (1, 2):
+                os.dup2(os.open(place / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+        elif kind == "closed stdout":
+            os.close(1)
+        lose: dict[str, Callable[[], None]] = {
+            "SIGHUP": lambda: os.kill(os.getpid(), signal.SIGHUP),
+            "closed pipe": lambda: os.close(read),
+            "full log": lambda: fill_with_log(place),
+        }
+        real = Trainer.step
+
+        def step(self: Trainer, *rest: Any) -> torch.Tensor:
+            if self.done == at and kind in lose:
+                lose[kind]()
+            return real(self, *rest)
+
+        Trainer.step = step  # type: ignore[method-assign]
+        sys.argv = ["dither", *soak.arguments(text, out)]
+        return cli.main()
+
+    for kind in ("SIGHUP", "closed pipe", "full log", "closed stdout"):
+        faults = []
+        for trial in range(count):
+            out, said, at = folder / f"{kind.replace(' ', '-')}-{trial}", folder / "said", draw.randrange(1, STEPS - 1)
+            code = ended(forked(lambda kind=kind, out=out, at=at: work(kind, out, at), said))
+            printed, status = said.read_text(), Status.load(out) if (out / Status.FILE).exists() else None
+            wanted = (129, "interrupted") if kind == "SIGHUP" else (0, "done")
+            named = status is not None and ("was lost" in status.why) == (kind in ("closed pipe", "full log"))
+            if status is None or (code, status.state) != wanted or not named or "Traceback" in printed:
+                faults.append(f"ended with {code}, {status}: {printed[-800:]}")
+            elif kind == "SIGHUP" and checkpoint.step_of(checkpoint.newest(out / "checkpoints")[0] or out) != at + 1:
+                faults.append(f"step {at + 1} was not saved")
+            elif again := ended(forked(lambda out=out: cli.main(soak.arguments(text, out)), said)) if wanted[0] else 0:
+                faults.append(f"resumed, ended with {again}: {said.read_text()[-500:]}")
+            elif sha256(out) != expected:
+                faults.append("other weights")
+            shutil.rmtree(out, ignore_errors=True)
+        scores.append(scored(f"{kind}: nothing is lost, and the status says what broke", count, faults))
+    return scores
+
+
 # Everything at once ---------------------------------------------------------------------------------------------------
 
 METHODS = (
@@ -516,6 +580,7 @@ PARTS: dict[str, tuple[Callable[[Path, Path, int], list[Score]], int]] = {
     "disks": (full_disks, 48),
     "shards": (shards, 12),
     "phases": (phases, 10),
+    "terminals": (terminals, 5),
     "faults": (faults_of_all_kinds, 50),
 }
 """The parts of this file, and how often each is tried when nothing is said."""

@@ -1,9 +1,10 @@
-"""Parts of the soak with several ranks: ranks that differ, lost ranks, restarts by torchrun, sharded checkpoints."""
+"""Parts of the soak with several ranks: ranks that differ, lost ranks, restarts, killed launchers, sharded checkpoints."""
 
 import itertools
 import logging
 import os
 import random
+import select
 import shutil
 import signal
 import sys
@@ -220,7 +221,12 @@ def lost_ranks(text: Path, folder: Path, count: int) -> list[Score]:
 
 
 def torchrun(work: Callable[[], int], folder: Path, restarts: int) -> int:
-    """Start two ranks by torchrun's agent, which restarts both of them when one ends with an error. Return the exit code.
+    """Let two ranks run by torchrun's agent, which restarts both of them when one ends with an error. Return the exit code."""
+    return ended(launcher(work, folder, restarts), LIMIT * (1 + restarts))
+
+
+def launcher(work: Callable[[], int], folder: Path, restarts: int) -> int:
+    """Start torchrun's agent with two ranks, and return its process id.
 
     The agent is that of `torchrun --nproc-per-node=2 --max-restarts=N`, but forks its ranks, so that none imports torch again.
     """
@@ -252,7 +258,7 @@ def torchrun(work: Callable[[], int], folder: Path, restarts: int) -> int:
             return 1
         return 0
 
-    return ended(forked(agent, folder / "agent.txt"), LIMIT * (1 + restarts))
+    return forked(agent, folder / "agent.txt")
 
 
 def printed(folder: Path) -> str:
@@ -288,6 +294,74 @@ def restarts(text: Path, folder: Path, count: int) -> list[Score]:
     faults = () if right else (f"ended with {code} after {went_on} restarts: {printed(folder)}",)
     what = "torchrun restarts after a kill go on (--resume=auto)"
     return [Score(what, f"{count}/{count}", f"{went_on}/{count}", right, faults)]
+
+
+def launchers(text: Path, folder: Path, count: int) -> list[Score]:
+    """The launcher of two ranks is killed with -9, and another resumes: the ranks save, end and free the folder."""
+    draw, faults, slowest, steps = random.Random(11), [], 0.0, 40 * count + 20
+    more = (f"run.steps={steps}", "run.save_every=0", "data.micro_batch=1", "run.eval_every=0", "run.log_every=1000")
+    straight = folder / "straight"
+    file = file_of(text, straight, *more)
+    if any(codes(group(2, lambda _: begin_or_resume(file), folder / "rank"))):
+        raise RuntimeError((folder / "rank-0").read_text()[-2000:])
+    file, out = file_of(text, folder / "run", *more), folder / "run"
+
+    def work(life: int, after: int, ready: int) -> int:
+        real, steps_here = Trainer.step, itertools.count(1)
+
+        def step(self: Trainer, *rest: Any) -> torch.Tensor:
+            found = real(self, *rest)
+            number = next(steps_here)
+            if number == 1:
+                (folder / f"pid-{life}-{os.environ['RANK']}").write_text(str(os.getpid()))
+            if number == after:
+                os.write(ready, self.done.to_bytes(4, "big"))
+            time.sleep(0.1)  # so that the run outlasts its launchers
+            return found
+
+        if life % 2:  # as torchrun's own ranks; those that it forks get SIGINT, several times, when it dies
+            torch.multiprocessing._prctl_pr_set_pdeathsig(0)
+        if after:
+            Trainer.step = step  # type: ignore[method-assign]
+        return begin_or_resume(file)
+
+    for life in range(count):
+        read, write = os.pipe()
+        after = draw.randrange(1, 6)
+        child = launcher(lambda life=life, after=after, write=write: work(life, after, write), folder, 0)
+        os.close(write)
+        reached = [int.from_bytes(os.read(read, 4), "big") for _ in range(2)]  # of either rank
+        os.close(read)
+        os.kill(child, signal.SIGKILL)
+        began = time.monotonic()
+        ended(child)
+        left = [pid for path in folder.glob(f"pid-{life}-*") if not gone(pid := int(path.read_text()), began + 30)]
+        slowest = max(slowest, time.monotonic() - began)
+        saved, state = checkpoint.newest(out / "checkpoints")[0], Status.observe(out)
+        if left or saved is None or not max(reached) <= state.step == checkpoint.step_of(saved) or state.state != "interrupted":
+            faults.append(f"life {life} at {reached}: {len(left)} ranks are left, {state}, saved {saved}: {printed(folder)}")
+    code = torchrun(lambda: work(count, 0, 0), folder, 0)
+    if code or sha256(out, steps) != sha256(straight, steps):
+        faults.append(f"the last one ended with {code}, or has other weights: {printed(folder)}")
+    return [
+        scored("launcher killed with -9: ranks save, the next one resumes, resumed = straight", count, faults),
+        Score("launcher killed with -9: seconds until its ranks have ended", "< 5", f"{slowest:.1f}", slowest < 5),
+    ]
+
+
+def gone(pid: int, until: float) -> bool:
+    """Wait for a process that is not a child, until a moment; kill it then. Return whether it ended by itself."""
+    try:
+        file = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        if select.select([file], [], [], max(0.0, until - time.monotonic()))[0]:
+            return True
+        signal.pidfd_send_signal(file, signal.SIGKILL)
+        return False
+    finally:
+        os.close(file)
 
 
 def kill_in_save(number: int) -> None:
@@ -344,6 +418,7 @@ PARTS: dict[str, tuple[Callable[[Path, Path, int], list[Score]], int]] = {
     "differences": (differences, 100),
     "lost": (lost_ranks, 4),
     "restarts": (restarts, 20),
+    "launchers": (launchers, 20),
     "sharded": (sharded, 20),
 }
 """The parts of this file, and how often each is tried when nothing is said."""

@@ -8,9 +8,9 @@ from dither import UserError
 
 
 def test_a_few_thousand_inputs():
-    rows = fuzz.fuzz(executions=6000, seed=1)
+    rows = fuzz.fuzz(executions=6000, seed=1, light=True)
     assert [row.faults for row in rows if not row.passed] == []
-    assert len(rows) >= 13
+    assert len(rows) >= 17
 
 
 def test_it_finds_what_only_a_path_of_branches_leads_to(monkeypatch):

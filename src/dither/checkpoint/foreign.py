@@ -25,6 +25,7 @@ from dither import files
 from dither.checkpoint.format import (
     DTYPE_NAMES,
     MANIFEST,
+    Box,
     SavedPiece,
     SavedTensor,
     check_cover,
@@ -32,7 +33,6 @@ from dither.checkpoint.format import (
     is_shape,
     read_header,
 )
-from dither.checkpoint.layout import Box
 from dither.checkpoint.read import TensorSource
 from dither.files import Refused
 

@@ -13,8 +13,19 @@ from torch.distributed.tensor import DTensor
 
 from dither import files
 from dither.checkpoint import format
-from dither.checkpoint.format import CHUNK, FileTensor, Manifest, SavedPiece, SavedTensor, explained
-from dither.checkpoint.layout import Box, box_of, empty_like, local_part, overlap
+from dither.checkpoint.format import (
+    CHUNK,
+    Box,
+    FileTensor,
+    Manifest,
+    SavedPiece,
+    SavedTensor,
+    box_of,
+    empty_like,
+    explained,
+    local_part,
+    overlap,
+)
 from dither.errors import UserError
 from dither.files import Refused
 
@@ -118,10 +129,7 @@ class LoadedTensors(TensorSource):
 class CheckedFile:
     """A file of tensors whose chunks are compared with their hashes whenever they are read.
 
-    Args:
-        path: A regular file.
-        hashes: The hash of each chunk.
-        expected: The dtypes and shapes of its tensors.
+    `hashes` are those of the chunks, and `expected` has the dtypes and shapes of the tensors.
     """
 
     def __init__(self, path: Path, hashes: Sequence[str], expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:

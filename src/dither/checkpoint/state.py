@@ -177,13 +177,7 @@ def unpack(
 
 
 def restore_model(model: nn.Module, tensors: TensorSource, plain: Mapping[str, Any]) -> None:
-    """Restore the weights, histories and bitwidths that `pack` returned into a model that was built like the saved one.
-
-    Args:
-        model: The model.
-        tensors: An open checkpoint.
-        plain: The plain values.
-    """
+    """Restore the weights, histories and bitwidths that `pack` returned into a model that was built like the saved one."""
     _check_keys(plain)
     _checked_model(model, tensors, plain, stage=False)()
 

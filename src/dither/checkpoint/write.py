@@ -23,8 +23,7 @@ from torch import Tensor
 
 from dither import files
 from dither.checkpoint import format
-from dither.checkpoint.format import MANIFEST, PLAIN, Manifest, SavedPiece, SavedTensor
-from dither.checkpoint.layout import Box, box_of, local_part
+from dither.checkpoint.format import MANIFEST, PLAIN, Box, Manifest, SavedPiece, SavedTensor, box_of, local_part
 from dither.checkpoint.read import newest, verify
 from dither.errors import UserError
 from dither.ops import ranks
@@ -456,11 +455,7 @@ def keep(folder: str | Path, *, last: int, every: int | None = None, whole: Path
 
     The `last` newest ones, those of steps that are multiples of `every`, and the newest whole one stay.
 
-    Args:
-        folder: The folder of checkpoints.
-        last: The number of checkpoints to keep.
-        every: Checkpoints of multiples of this step are kept too.
-        whole: The newest whole one, if it is known.
+    `whole` is the newest whole one, if it is known.
 
     >>> import tempfile, torch
     >>> folder = Path(tempfile.mkdtemp())

@@ -55,7 +55,7 @@ def advise(
         network: Network bandwidth per GPU in Gbit/s; by default 400, and 200 for the A100.
         toml: Write the recommended config to this file.
     """
-    from dither.tools.gpus import gpu_named
+    from dither.spec.gpus import gpu_named
     from dither.tools.memory import llama3_of, model_shape
     from dither.tools.scaling import Job, rank
 

@@ -1,4 +1,4 @@
-"""`dither formats`: the number formats as a table, or one format with its values."""
+"""`dither formats`: the number formats as a table, one format with its values, or a comparison of casts on a tensor."""
 
 import math
 import sys
@@ -10,7 +10,8 @@ import tyro
 from dither.commands.arguments import Json
 from dither.console import ProgressBars, print_result, print_table, print_text
 from dither.errors import UserError
-from dither.spec.formats import TABLE, Format
+from dither.spec import registry
+from dither.spec.formats import Format
 
 SHORT = 8
 """All values of formats with up to this many bits are listed."""
@@ -35,18 +36,30 @@ def formats(
         tuple[Path, ...] | None,
         tyro.conf.arg(metavar="[FILE]", help_behavior_hint="(without a file: formats.svg, or NAME.svg)"),
     ] = None,
+    cast: Annotated[tuple[str, ...], tyro.conf.arg(metavar="CAST...", help_behavior_hint="")] = (),
+    on: Annotated[str | None, tyro.conf.arg(metavar="SOURCE", help_behavior_hint="(default: normal)")] = None,
+    tensor: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None,
     json: Json = False,
 ) -> int:
-    """Show the number formats as a table, or one format with its values.
+    """Show the number formats as a table, one format with its values, or compare casts on a tensor.
 
     Args:
         name: A format to show with its values: a name from the table, or any eXmY, such as e4m10.
-        plot: Draw number lines into this .svg or .png file instead, and print its path.
+        plot: Draw number lines, or histograms of the compared casts, into this .svg or .png file instead, and print its path.
+        cast: Casts to compare, such as mxfp4 nf4:tile(64) e4m3:row; a format alone means blocks of 32 x 32.
+        on: The numbers to cast: normal, uniform, laplace, student or outliers; or a run, a model or a safetensors file.
+        tensor: The name of the matrix in that file or model.
     """
-    shown = list(TABLE.values()) if name is None else [Format.parse(name)]
+    if plot is not None and len(plot) > 1:
+        raise UserError(f"--plot writes one file, not {len(plot)}: draw one format as in `dither formats e4m3 --plot`.")
+    if cast:
+        if name is not None:
+            raise UserError(f"--cast compares casts, and {name!r} is shown alone: leave one of them out.")
+        return _compare(cast, on or "normal", tensor, plot, json=json)
+    if on is not None or tensor is not None:
+        raise UserError("--on and --tensor say where to compare casts: name these with --cast, such as --cast mxfp4 nvfp4.")
+    shown = list(registry.FORMATS.values()) if name is None else [Format.parse(name)]
     if plot is not None:
-        if len(plot) > 1:
-            raise UserError(f"--plot writes one file, not {len(plot)}: draw one format as in `dither formats e4m3 --plot`.")
         path = plot[0] if plot else Path("formats.svg" if name is None else f"{shown[0].name}.svg")
         with ProgressBars(sys.stderr).stage("Drawing number lines"):
             from dither.report.figures import write_number_lines  # takes seconds
@@ -60,6 +73,48 @@ def formats(
     else:
         values = shown[0].values() if shown[0].bits <= SHORT else None
         print_result({**found[0], "values": values}, lambda: _print_values(shown[0]), json=json)
+    return 0
+
+
+def _compare(casts: tuple[str, ...], on: str, tensor: str | None, plot: tuple[Path, ...] | None, *, json: bool) -> int:
+    from dither.evaluate.deployment import parse_cast
+    from dither.numerics.monitor import percent
+    from dither.tools import cast_bench
+
+    parsed = [parse_cast(each) for each in casts]
+    with ProgressBars(sys.stderr).stage("Comparing casts"):
+        source, x = cast_bench.find_tensor(on, tensor)
+        found = cast_bench.compare_casts(x, parsed, source)
+    if plot is not None:
+        print(cast_bench.write_histograms(found, plot[0] if plot else Path("casts.svg")))
+        return 0
+    header = (
+        "cast",
+        "bits",
+        "SQNR, dB",
+        "relative error",
+        "clipped",
+        "flushed",
+        "product error",
+        "with Hadamard",
+        "values used",
+    )
+    rows = [
+        (
+            each.cast,
+            f"{each.bits:.3g}",
+            "exact" if each.sqnr is None else f"{each.sqnr:.1f}",
+            percent(each.relative),
+            percent(each.clipped),
+            percent(each.flushed),
+            percent(each.product),
+            "-" if each.product_hadamard is None else percent(each.product_hadamard),
+            "-" if each.histogram is None else f"{sum(map(bool, each.histogram.values()))} of {len(each.histogram)}",
+        )
+        for each in found.casts
+    ]
+    title = f"Casts of {source}, {' x '.join(map(str, found.shape))}"
+    print_result(found, lambda: print_table(title, header, rows, right=range(1, 9)), json=json)
     return 0
 
 
@@ -81,11 +136,11 @@ def _row(format: Format) -> tuple[str, ...]:
     return (
         format.name,
         str(format.bits),
-        "-" if format.is_integer else f"{format.exponent_bits}/{format.mantissa_bits}",
-        "-" if format.is_integer else str(format.bias),
+        f"{format.exponent_bits}/{format.mantissa_bits}" if format.exponent_bits else "-",
+        str(format.bias) if format.exponent_bits else "-",
         _number(format.max),
         _number(format.min_normal),
-        _number(format.min_subnormal) if format.mantissa_bits and not format.is_integer else "-",
+        _number(format.min_subnormal) if format.mantissa_bits and format.exponent_bits else "-",
         "-" if format.unit_roundoff is None else _number(format.unit_roundoff),
         "-" if format.digits is None else f"{format.digits:.1f}",
         f"{format.binades:.1f}",
@@ -96,12 +151,14 @@ def _row(format: Format) -> tuple[str, ...]:
 
 
 def _print_formats() -> None:
-    print_table("Number formats", FIELDS, [_row(format) for format in TABLE.values()], right=[1, 2, 3, 4, 5, 6, 7, 8, 9, 12])
+    rows = [_row(format) for format in registry.FORMATS.values()]
+    print_table("Number formats", FIELDS, rows, right=[1, 2, 3, 4, 5, 6, 7, 8, 9, 12])
     print_text(
         "Unit roundoff: half the distance from 1 to the next value. Digits: decimal. "
         "Range: log2(max / smallest positive value)."
     )
-    print_text("eXmY for other X from 2 to 8 and Y from 1 to 23 is a format too; e8m0 is for scales only.")
+    print_text("int2 to int8, and eXmY for other X from 1 to 8 and Y from 0 to 23, are formats too; e8m0 is for scales only.")
+    print_text("`dither formats --cast mxfp4 nf4:tile(64)` compares casts.")
 
 
 def _print_values(format: Format) -> None:

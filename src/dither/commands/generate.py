@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from dither.commands.arguments import Device, ModelPath, Tokenizer
-from dither.console import ProgressBars
+from dither.console import ProgressBars, printable
 from dither.errors import UserError
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def generate(
             drawn = sampler.extend(ready, given, tokenizer.end, torch.Generator().manual_seed(seed))
             if samples > 1:
                 print(f"--- seed {seed}")
-            print(prompt + text_of(tokenizer, drawn))
+            print(_shown(prompt + text_of(tokenizer, drawn)))
     return 0
 
 
@@ -119,4 +119,9 @@ def chat(model: ModelPath, /, generation: tyro.conf.OmitArgPrefixes[Generation] 
             if not line:
                 return 0
             if line.strip():
-                print(talk.answer(line.rstrip("\n")), flush=True)
+                print(_shown(talk.answer(line.rstrip("\n"))), flush=True)
+
+
+def _shown(text: str) -> str:
+    """Return the text of a model, on a terminal without characters that could change it."""
+    return printable(text, keep="\n\t\xa0\u3000") if sys.stdout.isatty() else text

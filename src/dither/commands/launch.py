@@ -44,6 +44,7 @@ def launch(count: int, words: Sequence[str]) -> int:
         raise UserError("--nproc starts ranks, and torchrun has started this process as one already: use only one of them.")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # failures are reported here
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost store is a warning with a stack of C++ in it
     with tempfile.TemporaryDirectory(prefix="dither-ranks-") as folder:
         others = {rank: Std.NONE if rank == 0 else Std.ALL for rank in range(count)}
         config = LaunchConfig(

@@ -20,7 +20,7 @@ from dither.train import config as configs
 from dither.train.config import CONFIG
 
 if TYPE_CHECKING:
-    from dither.tools.gpus import Gpu
+    from dither.spec.gpus import Gpu
     from dither.tools.memory import MemoryEstimate, Setting, Shape, StepPasses
     from dither.tools.recommend import Recommendation
 
@@ -79,9 +79,9 @@ def memory(
         gpu: The GPU to recommend for, such as H100-80GB; by default that of this machine.
         risk: Allowed precisions: none (the usual mixed precision), low (also FP8, stochastic rounding), high (also FP4).
     """
-    from dither.tools.gpus import gpu_named, gpus_here
+    from dither.spec.gpus import gpu_named
     from dither.tools.memory import StepPasses, estimate, largest_batch, model_shape
-    from dither.tools.recommend import recommend
+    from dither.tools.recommend import gpus_here, recommend
 
     run = _run_of(model)
     if run is not None and params is not None:

@@ -65,6 +65,28 @@ def plan(
     return 0
 
 
+def options(json: Json = False) -> int:
+    """List the levels that --options takes.
+
+    They are short names, recipes and named casts. The text of any other cast works as well, such as "nf4 tile(64)", for
+    all three operands.
+    """
+    from dither.snip.options import HOPPER, known_levels
+    from dither.snip.planning import bits_of
+    from dither.spec.engines import engines_of
+
+    found = []
+    for name, precision in known_levels().items():
+        try:
+            engines = ", ".join(dict.fromkeys(map(str, engines_of(precision, (128, 128, 128), HOPPER).values())))
+        except UserError:
+            engines = "none"
+        found.append({"level": name, "bits": bits_of(precision), "casts": str(precision), "engines": engines})
+    rows = [tuple(each.values()) for each in found]
+    print_result(found, lambda: print_table("Levels", ("level", "bits", "casts", "engines, H100"), rows), json=json)
+    return 0
+
+
 def show(path: PlanFile, /, json: Json = False) -> int:
     """Show a plan as a table of blocks and layers.
 

@@ -109,9 +109,8 @@ def train(
 
 def _fastest(config: Config) -> dict[str, Any]:
     """Return the fastest settings for the model and the GPU, without those that the config sets itself, and print them."""
-    from dither.tools.gpus import cpu_here, gpus_here
     from dither.tools.memory import GIB, StepPasses, shape_of_section
-    from dither.tools.recommend import fastest
+    from dither.tools.recommend import cpu_here, fastest, gpus_here
 
     model, data = config.model, config.data
     shape = shape_of_section(model, model.vocab)
@@ -239,8 +238,7 @@ def _starting_from(path: Path, base: Config, own: bool) -> Config:
     if found.kind == "folder":
         _check_model(base.model, Model(hf=str(path)), path)
         return _with_tokenizer(replace(base, model=replace(base.model, hf=str(path))), path / TOKENIZER)
-    for why in found.skipped:
-        print(why, file=sys.stderr)
+    found.tell()
     folder = found.run
     if folder is None:
         return replace(base, model=replace(base.model, weights=str(found.path)))

@@ -11,6 +11,7 @@ not count. Messages are written by the chat template of the tokenizer, or by `SI
 completion that are texts follow each other as they are.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 from dither.data.text import Skip, first_line
 from dither.data.tokenizer import TOKENIZER, Array, Tokenizer
 from dither.errors import UserError
-from dither.files import Refused, try_first
+from dither.files import Refused, limited, read
 
 FILES = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
 """Files beside a tokenizer.json that a chat template depends on."""
@@ -35,6 +36,9 @@ SIMPLE = {"system": "### System:\n{}\n\n", "user": "### User:\n{}\n\n", "assista
 """The template for tokenizers without one. A reply follows its heading, and the end token follows the reply."""
 
 REPLY = "assistant"
+
+LONGEST, CHATS = 1 << 16, 1000
+"""Characters that a template may write besides 16 per character of the messages, and conversations rendered at a time."""
 
 Message = Mapping[str, Any]
 
@@ -181,6 +185,22 @@ class ChatTemplate:
             return [Part(chat.prompt, False), Part(chat.completion, True, ends=True)]
         return self._simple(chat) if self._renderer is None else self._rendered(chat)
 
+    def parts_of_all(self, chats: Sequence[Conversation]) -> list[list[Part]]:
+        """Return the pieces of each conversation. The template of a tokenizer is rendered in a process with limits."""
+        if self._renderer is None:
+            return [self.parts(chat) for chat in chats]
+        found: list[list[Part]] = []
+        for first in range(0, len(chats), CHATS):
+            some = chats[first : first + CHATS]
+            messages = sum(len(chat.messages) for chat in some)
+            try:
+                rows = limited(functools.partial(list, map(self.parts, some)), "it", seconds=4 + messages // 1000)
+            except Refused as error:
+                first_of_them = f"for {some[0].where}" + " or one that follows" * (len(some) > 1)
+                raise UserError(f"The chat template in {str(self.folder)!r} is refused: {error} {first_of_them}.") from None
+            found += [[Part(*part) for part in row] for row in rows]
+        return found
+
     def _simple(self, chat: Conversation) -> list[Part]:
         parts: list[Part] = []
         asked = ""
@@ -200,6 +220,8 @@ class ChatTemplate:
     def _rendered(self, chat: Conversation) -> list[Part]:
         """Return what the template of the tokenizer writes, cut where replies begin and end."""
         whole = self._render(chat, chat.messages, prompt=False)
+        if len(whole) > LONGEST + 16 * sum(len(message["content"]) for message in chat.messages):
+            raise UserError(f"The chat template in {str(self.folder)!r} writes {len(whole):,} characters for {chat.where}.")
         parts: list[Part] = []
         done = 0
         for number, message in enumerate(chat.messages):
@@ -237,7 +259,8 @@ class ChatTemplate:
         >>> found.tokens.tolist(), found.counted.tolist()
         ([49, 43, 49, 61, 50, 256], [0, 0, 0, 0, 1, 1])
         """
-        kept = [(chat, self.parts(chat)) for chat in chats if not self._spells_special(chat, skip)]
+        plain = [chat for chat in chats if not self._spells_special(chat, skip)]
+        kept = list(zip(plain, self.parts_of_all(plain), strict=True))
         rendered = [bool(chat.messages) and self._renderer is not None for chat, _ in kept]
         texts: dict[bool, list[str]] = {False: [], True: []}
         for special, (_, parts) in zip(rendered, kept, strict=True):
@@ -299,9 +322,25 @@ def load_template(tokenizer: Tokenizer, source: str | Path = "bytes") -> ChatTem
     folder = path if path.is_dir() else path.parent
     if tokenizer.json is None or not os.path.isfile(folder / TOKENIZER):
         return ChatTemplate(tokenizer)
-    files = {name: (folder / name).read_bytes() for name in FILES if os.path.isfile(folder / name)}
-    if not _has_template(folder, files):
+    renderer = open_renderer(folder)
+    if renderer is None:
         return ChatTemplate(tokenizer)
+    files = {name: (folder / name).read_bytes() for name in FILES if os.path.isfile(folder / name)}
+    engine = tokenizers.Tokenizer.from_str(tokenizer.json)
+    engine.no_truncation()
+    engine.no_padding()
+    return ChatTemplate(tokenizer, folder, files, renderer, engine)
+
+
+def open_renderer(folder: Path) -> Any:
+    """Return the tokenizer of transformers for a folder with a chat template; None if it has none."""
+    settings = folder / "tokenizer_config.json"
+    try:
+        config = json.loads(read(settings, follow=True)) if os.path.isfile(settings) else {}
+    except (ValueError, RecursionError, Refused) as error:
+        raise UserError(f"{str(settings)!r} is not JSON: {first_line(error)}.") from None
+    if not os.path.isfile(folder / "chat_template.jinja") and not (isinstance(config, dict) and config.get("chat_template")):
+        return None
     try:
         import transformers
     except ImportError:
@@ -309,30 +348,9 @@ def load_template(tokenizer: Tokenizer, source: str | Path = "bytes") -> ChatTem
             f"The chat template in {str(folder)!r} needs transformers, which is not installed: pip install 'dither[hf]'."
         ) from None
     try:
-        renderer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # errors of many libraries for a bad file
         raise UserError(f"transformers cannot read the tokenizer in {str(folder)!r}: {first_line(error)}.") from None
-    engine = tokenizers.Tokenizer.from_str(tokenizer.json)
-    engine.no_truncation()
-    engine.no_padding()
-    template = ChatTemplate(tokenizer, folder, files, renderer, engine)
-    turns = [{"role": role, "content": "text"} for role in ("user", "assistant") * 4]
-    sample = read_conversation({"messages": turns}, "a sample")
-    try:
-        try_first(lambda: template.parts(sample), "it")
-    except Refused as error:
-        raise UserError(f"The chat template in {str(folder)!r} is refused: {error} for a short conversation.") from None
-    return template
-
-
-def _has_template(folder: Path, files: Mapping[str, bytes]) -> bool:
-    if "chat_template.jinja" in files:
-        return True
-    try:
-        config = json.loads(files.get("tokenizer_config.json", b"{}"))
-    except ValueError as error:
-        raise UserError(f"{str(folder / 'tokenizer_config.json')!r} is not JSON: {first_line(error)}.") from None
-    return isinstance(config, dict) and bool(config.get("chat_template"))
 
 
 def file_hashes(template: ChatTemplate) -> dict[str, str]:

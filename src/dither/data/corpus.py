@@ -76,11 +76,7 @@ def open_corpus(
 def open_text(sources: tuple[str, ...], folder: Path, tokenizer: Tokenizer, *, whole: bool = True) -> Corpus:
     """Return tokens of text to evaluate on: the held-out part of a prepared folder, or text that is tokenized into `folder`.
 
-    Args:
-        sources: A prepared folder, or text.
-        folder: The folder to write.
-        tokenizer: The tokenizer of the model.
-        whole: Evaluate on all of the text, not on a held-out part of it.
+    With `whole`, all of the text is evaluated on, not a held-out part of it.
     """
     if len(sources) == 1 and is_prepared(sources[0]):
         corpus = open_tokens(sources[0])

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dither.data.text import SEPARATOR, Document, first_line
 from dither.errors import UserError
-from dither.files import Refused, read_text, try_first
+from dither.files import Refused, limited, read_text
 
 TOKENIZER = "tokenizer.json"
 
@@ -145,11 +145,17 @@ def _without_panics() -> Iterator[None]:
             os.close(kept)
 
 
+@functools.lru_cache(16)
+def _try(text: str) -> None:
+    """Raise Refused if a tokenizer takes long or much memory for a sample of text."""
+    limited(lambda: len(tokenizers.Tokenizer.from_str(text).encode(SAMPLE)), "it")
+
+
 def _engine(text: str, end_token: str | None) -> tuple[Any, int, int]:
     """Return the tokenizer of the package tokenizers, its size and its end token. It neither adds nor drops text."""
     try:
         if len(text) < SMALL:
-            try_first(lambda: tokenizers.Tokenizer.from_str(text).encode(SAMPLE), "it")
+            _try(text)
         with _without_panics():
             engine = tokenizers.Tokenizer.from_str(text)
             vocab = engine.get_vocab(with_added_tokens=True)

@@ -41,11 +41,7 @@ MOST = 1 << 24
 class FileShard:
     """The tokens of an open file, as much like a one-dimensional array as `Tokens` needs.
 
-    Args:
-        file: The file, which may be closed afterwards: the shard keeps its own descriptor.
-        dtype: The type of a token.
-        count: The number of tokens.
-        name: The path, for messages.
+    The file may be closed afterwards: the shard keeps its own descriptor. `name` is the path, for messages.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile() as file:

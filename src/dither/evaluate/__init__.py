@@ -7,19 +7,17 @@ from dither.lazy import lazily
 if TYPE_CHECKING:
     from dither.evaluate.deployment import Deployment as Deployment
     from dither.evaluate.deployment import deploy as deploy
-    from dither.evaluate.deployment import deploy_blocks as deploy_blocks
     from dither.evaluate.deployment import plan_from_bitwidths as plan_from_bitwidths
+    from dither.evaluate.held_out import Likelihood as Likelihood
     from dither.evaluate.held_out import Perplexity as Perplexity
     from dither.evaluate.held_out import TaskScore as TaskScore
+    from dither.evaluate.held_out import log_likelihoods as log_likelihoods
     from dither.evaluate.held_out import perplexity as perplexity
-    from dither.evaluate.likelihood import Likelihood as Likelihood
-    from dither.evaluate.likelihood import log_likelihoods as log_likelihoods
 
 __getattr__ = lazily(
     __name__,
     {
-        "deployment": "Deployment deploy deploy_blocks plan_from_bitwidths",
-        "held_out": "Perplexity TaskScore perplexity",
-        "likelihood": "Likelihood log_likelihoods",
+        "deployment": "Deployment deploy plan_from_bitwidths",
+        "held_out": "Likelihood Perplexity TaskScore log_likelihoods perplexity",
     },
 )

@@ -1,14 +1,12 @@
 """Casts of trained weights, and plans from learned bitwidths.
 
 `plan_from_bitwidths` turns the bitwidths of a model's sampled layers into a Plan with one weight format per layer. `deploy`
-casts trained weights by a plan, `deploy_blocks` casts each block to a format of its own, and both measure the loss before and
-after.
+casts trained weights by a plan, and measures the loss before and after.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from rich import box
@@ -18,14 +16,12 @@ from torch import Tensor, nn
 from dither.console import printed
 from dither.errors import UserError
 from dither.evaluate.held_out import evaluating, replaced
-from dither.nn.bitwidths import block_lengths, learned_blocks, less_slack, narrowest_formats, sampled_layers
+from dither.nn.bitwidths import learned_blocks, less_slack, sampled_layers
 from dither.nn.convert import reasons_left_alone
-from dither.nn.linear import Linear
 from dither.nn.sites import find_sites, weight_of
 from dither.ops import quantize
-from dither.ops.reference.sampling import block_amax
-from dither.spec import Cast, Granularity, LayerPrecision, Plan, Sampling
-from dither.spec.bitwidths import DEPLOYABLE, VARIANCE, deployable
+from dither.spec import NAMED_CASTS, Cast, Granularity, LayerPrecision, Plan
+from dither.spec.bitwidths import DEPLOYABLE, deployable
 from dither.spec.formats import Format
 
 Evaluate = Callable[[nn.Module], float]
@@ -45,21 +41,18 @@ def plan_from_bitwidths(
     scale: str = "fp32",
     quantile: float = 1.0,
     slack: float = 0.0,
-    rule: Literal["table", "noise"] = "table",
     formats: Sequence[str] = DEPLOYABLE,
 ) -> Plan:
     """Return a plan that casts the weight of each sampled layer to the narrowest of `formats` that its bitwidths allow.
 
-    Layers without bitwidths are left alone. A plan has one format per layer; see `deploy_blocks` for one format per block.
+    Layers without bitwidths are left alone. Formats carry bitwidths by the paper's Table 2.
 
     Args:
         model: A model with sampled layers.
         granularity: Granularity of the casts.
         scale: Scale of the casts.
-        quantile: For the rule "table": the fraction of a layer's weights whose b_t the format must carry.
-        slack: For the rule "table": bits by which b_t may exceed the capacity of a format.
-        rule: "table", the paper's Table 2, or "noise": the mean square error of the cast is at most that of the noise in
-            training.
+        quantile: The fraction of a layer's weights whose b_t the format must carry.
+        slack: Bits by which b_t may exceed the capacity of a format.
         formats: The formats to choose from.
 
     >>> import dither, torch
@@ -69,23 +62,15 @@ def plan_from_bitwidths(
     >>> print(plan_from_bitwidths(model).for_layer("0"))
     weight e3m2 block(32) fp32 nearest
     """
-    if rule not in ("table", "noise"):
-        raise UserError(f"rule= is 'table' (the paper's Table 2) or 'noise' (the noise in training), not {rule!r}.")
     if not isinstance(quantile, int | float) or not 0 < quantile <= 1:
         raise UserError(f"quantile= is a fraction of a layer's weights, above 0 and up to 1, not {quantile!r}.")
     Granularity.parse(granularity)
     rules = []
     for name, layer in sampled_layers(model).items():
         b_t, counts = learned_blocks(name, layer)
-        if rule == "table":
-            cast = weight_cast(
-                deployable(_quantile(less_slack(b_t, slack), counts, quantile), formats).name, granularity, scale
-            )
-        else:
-            cast = _within_noise(name, layer, b_t, [weight_cast(format, granularity, scale) for format in formats])
-        rules.append((name, LayerPrecision(weight=cast)))
-    origin = {"origin": "bitwidths", "rule": rule} | ({"quantile": quantile, "slack": slack} if rule == "table" else {})
-    return Plan(layers=tuple(rules), provenance=origin)
+        format = deployable(_quantile(less_slack(b_t, slack), counts, quantile), formats)
+        rules.append((name, LayerPrecision(weight=weight_cast(format.name, granularity, scale))))
+    return Plan(layers=tuple(rules), provenance={"origin": "bitwidths", "quantile": quantile, "slack": slack})
 
 
 def weight_cast(format: str, granularity: str = "block(32)", scale: str = "fp32") -> Cast:
@@ -104,7 +89,7 @@ def parse_cast(text: str) -> Cast:
     ('e2m1 block(32) fp32 nearest', 'e4m3 row fp32 nearest')
     """
     words = text.replace(":", " ").split()
-    alone = len(words) == 1 and not words[0].startswith(("mx", "nv"))
+    alone = len(words) == 1 and words[0] not in NAMED_CASTS
     return weight_cast(words[0]) if alone else Cast.parse(" ".join(words))
 
 
@@ -113,24 +98,6 @@ def _quantile(b_t: Tensor, counts: Tensor, quantile: float) -> float:
     order = b_t.argsort()
     reached = counts[order].cumsum(0) >= quantile * counts.sum() * (1 - 1e-12)  # sums of shares are not exact
     return b_t[order][reached][0].item()
-
-
-def _within_noise(name: str, layer: Linear, b_t: Tensor, casts: list[Cast]) -> Cast:
-    """Return the narrowest cast whose squared error is at most the expected square of the noise."""
-    sampling: Sampling = layer.precision.sampling  # type: ignore[assignment]
-    weight = layer.weight.detach()
-    rows, columns = (block_lengths(size, sampling.block) for size in weight.shape)
-    amax = block_amax(weight, sampling.block).double().cpu()
-    allowed = (torch.outer(rows, columns) * (amax * torch.exp2(1 - b_t.view(amax.shape))).square()).sum().item()
-    allowed *= VARIANCE[sampling.noise]
-    for cast in sorted(casts, key=lambda cast: cast.element.bits):
-        stored = quantize(weight, cast, axis=0 if layer.transposed else -1).dequantize(torch.float32)
-        if (stored - weight.float()).double().square().sum().item() <= allowed:
-            return cast
-    raise UserError(
-        f"No format among {', '.join(cast.format for cast in casts)} has an error within the noise of the layer {name!r} in "
-        "training: add a wider format."
-    )
 
 
 # Deployment -----------------------------------------------------------------------------------------------------------
@@ -251,46 +218,6 @@ def deploy(model: nn.Module, plan: Plan, *, evaluate: Evaluate | None = None) ->
         raise UserError(
             f"The plan casts no weight of {type(model).__name__}: give its layers a weight such as 'e2m1 block(32)'."
         )
-    return _evaluated(model, cast_weights, evaluate)
-
-
-def deploy_blocks(
-    model: nn.Module,
-    *,
-    formats: Sequence[str] = DEPLOYABLE,
-    scale: str = "fp32",
-    slack: float = 0.0,
-    evaluate: Evaluate | None = None,
-) -> Deployment:
-    """Cast each block of a sampled layer to the narrowest of `formats` that carries its bitwidth; see `deploy`.
-
-    A block has one scale and an integer number of bits for the index of its format. `slack` is that of `effective_precision`.
-
-    >>> import dither, torch
-    >>> from dither.spec import Sampling
-    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 64))
-    >>> _ = dither.convert(model, dither.Plan().with_sampling(Sampling(b_init=5, b_target=3)))
-    >>> with torch.no_grad():
-    ...     _ = model[0].bitwidth.copy_(torch.tensor([[0.0, 1.0]]))
-    >>> dict(deploy_blocks(model).layers[0].formats)
-    {'e2m1': 0.5, 'e4m3': 0.5}
-    """
-    cast_weights: dict[str, tuple[DeployedLayer, Tensor]] = {}
-    for name, layer in sampled_layers(model).items():
-        b_t, counts = learned_blocks(name, layer)
-        block, weight = layer.precision.sampling.block, layer.weight.detach()  # type: ignore[union-attr]
-        chosen, candidates = narrowest_formats(b_t, formats, slack)
-        grid = chosen.view(layer.bitwidths().shape).to(weight.device)
-        by_weight = grid.repeat_interleave(block, 0)[: weight.shape[0]].repeat_interleave(block, 1)[:, : weight.shape[1]]
-        result, shares, bits = torch.empty_like(weight), {}, math.ceil(math.log2(len(candidates))) * len(counts)
-        for index in torch.unique(chosen).tolist():
-            cast = weight_cast(candidates[int(index)], f"block({block})", scale)
-            result = torch.where(by_weight == index, quantize(weight, cast).dequantize(), result)
-            here = counts[chosen == index]
-            shares[cast.format] = (here.sum() / counts.sum()).item()
-            scales = {"": 0, "fp32": 32}.get(cast.scaling.storage, 8) * len(here)
-            bits += cast.element.bits * int(here.sum()) + scales
-        cast_weights[f"{name}.weight"] = _deployed(name, weight, result, shares, bits / weight.numel())
     return _evaluated(model, cast_weights, evaluate)
 
 

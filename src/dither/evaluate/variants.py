@@ -1,7 +1,6 @@
 """Evaluate models on held-out text and on tasks, also with other casts and against other models."""
 
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dither import files
 from dither.console import Stage, silent
 from dither.data import Corpus, Tokenizer, load_tokenizer
 from dither.data.corpus import Once, here, open_corpus, open_text
@@ -24,7 +24,6 @@ from dither.models import CausalLM
 from dither.models.lora import merged_model
 from dither.models.open import find_model, open_model
 from dither.nn.convert import convert
-from dither.numerics.monitor import finite
 from dither.settings import from_table
 from dither.spec import LayerPrecision, Plan
 from dither.spec.recipes import recipe
@@ -110,7 +109,7 @@ class Variant:
             found["loss_change"] = _estimated(self.loss_change(base))
         changes = [{} if self is base else {"change": _estimated(self.task_change(each, base))} for each in self.tasks]
         found["tasks"] = [each.to_dict() | change for each, change in zip(self.tasks, changes, strict=True)]
-        return dict(finite(found))
+        return dict(files.plain(found))
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ class Evaluated:
         if cast is not None and cast.held_out is not None:
             found["cast"] = {**_plain(cast.held_out), "bits": cast.bits}
         found["variants"] = [each.to_dict(self.base) for each in self.variants]
-        return dict(finite(found))
+        return dict(files.plain(found))
 
 
 @dataclass(frozen=True)
@@ -290,8 +289,7 @@ def opened(
                 )
             yield Subject(str(path), path, None, model, tokenizer, text, sequence or SEQUENCE, 1)
             return
-        for why in found.skipped:
-            print(why, file=sys.stderr)
+        found.tell()
         settings = from_table(Data, found.config.get("data", {}), "data")
         own = open_corpus(settings, found.run or scratch, once=once)
         if found.others.get("corpus") != own.sha256:

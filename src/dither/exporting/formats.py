@@ -171,7 +171,7 @@ def format_of(cast: Cast | None) -> str:
     >>> [format_of(Cast.parse(text)) for text in ("mxfp4", "e2m1 block(32)", "e3m2 tensor", "e3m4 row", "int8 row")]
     ['mxfp4', 'nvfp4', 'fp8-dynamic', 'bf16', 'int8']
     """
-    if cast is None or cast.element.bits > 8:
+    if cast is None or cast.element.bits > 8 or cast.element.codebook:
         return "bf16"
     for each in FORMATS.values():
         if (cast.format, cast.group, cast.scaling) == (each.cast.format, each.cast.group, each.cast.scaling):

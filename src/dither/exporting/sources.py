@@ -1,6 +1,5 @@
 """Models to export or to generate with: of a run, a checkpoint or a Hugging Face folder, with tokenizer, plan and text."""
 
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,6 +13,7 @@ from torch import nn
 from dither import checkpoint
 from dither.console import Stage, silent
 from dither.data import Corpus, Tokenizer, load_tokenizer
+from dither.data.chat import open_renderer
 from dither.data.corpus import open_corpus, open_text
 from dither.errors import UserError
 from dither.evaluate.deployment import SLACK, Evaluate, deploy, parse_cast, plan_from_bitwidths
@@ -87,19 +87,8 @@ class Source:
         """Return the tokenizer of transformers for a folder with a chat template, or else that of text."""
         kept = self.tokenizer_files
         folder = kept if isinstance(kept, Path) and kept.is_dir() else self.path
-        settings = folder / "tokenizer_config.json"
-        has_one = (folder / "chat_template.jinja").is_file() or (
-            settings.is_file() and "chat_template" in settings.read_text(encoding="utf-8")
-        )
-        if not has_one:
-            return self.text_tokenizer()
-        try:
-            import transformers
-        except ImportError:
-            raise UserError(
-                f"The chat template of {str(folder)!r} needs transformers, which is not installed: pip install 'dither[hf]'."
-            ) from None
-        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        renderer = open_renderer(folder)
+        return self.text_tokenizer() if renderer is None else renderer
 
     def cast(self, plan: str | None, cast: str | None) -> CausalLM:
         """Return the model, with the casts of a plan in its products, or with its weights cast. It is changed.
@@ -147,8 +136,7 @@ def opened(
             model = open_model(found, few_bits=few_bits, device=ranks.device).model
             yield _folder_source(path, model, given, tokenizer, data if text else (), scratch)
             return
-        for why in found.skipped:
-            print(why, file=sys.stderr)
+        found.tell()
         config, where = loads(found.others["config"], f"config of {found.path.name}"), found.path
         notes: list[str] = []
         own: Corpus | None = None

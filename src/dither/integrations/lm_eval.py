@@ -23,8 +23,7 @@ from dither.console import Stage, counter
 from dither.data import Tokenizer
 from dither.data.text import json_rows
 from dither.errors import UserError
-from dither.evaluate.held_out import TaskScore
-from dither.evaluate.likelihood import log_likelihoods
+from dither.evaluate.held_out import TaskScore, log_likelihoods
 from dither.evaluate.variants import Score, Subject
 from dither.exporting.sources import opened
 from dither.models import CausalLM

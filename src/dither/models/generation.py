@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dither.data import Tokenizer
+from dither.data import Corpus, Tokenizer
 from dither.data.chat import SIMPLE
+from dither.data.text import STDLIB, first_line
 from dither.errors import UserError
+from dither.files import Refused, limited
+from dither.models.causal import CausalLM
 
 
 @torch.no_grad()
@@ -177,8 +180,80 @@ class Chat:
             self.history += [*drawn, *([tokenizer.end] if self.simple else tokenizer.encode("\n"))]
             return text_of(tokenizer, drawn)
         self.messages.append({"role": "user", "content": text})
-        prompt = tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, return_dict=False)
+        prompt = self._prompt()
         drawn = self.sampler.extend(self.model, prompt, tokenizer.eos_token_id, self.generator)
         said: str = tokenizer.decode(drawn, skip_special_tokens=True)
         self.messages.append({"role": "assistant", "content": said})
         return said.strip()
+
+    def _prompt(self) -> list[int]:
+        """Return the tokens of the conversation so far. The chat template is rendered in a process with limits."""
+
+        def tokens() -> list[int]:
+            try:
+                return list(self.tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, return_dict=False))
+            except Exception as error:  # a template may raise anything
+                raise UserError(f"The chat template cannot write this conversation: {first_line(error)}.") from None
+
+        try:
+            prompt: list[int] = limited(tokens, "it")
+        except Refused as error:
+            raise UserError(f"The chat template is refused: {error} for this conversation.") from None
+        return prompt
+
+
+# Samples during training -----------------------------------------------------------------------------------------------
+
+TEMPERATURE, TOP_K = 0.8, 50
+
+PROMPT_TOKENS, PROMPT_WORDS, PROMPT_CHARACTERS = 64, 3, 32
+"""The default prompt is the first words of the held-out text, within so many of its tokens and characters."""
+
+PYTHON_PROMPT = "def "
+"""The default prompt for the source code of Python's standard library."""
+
+
+def default_prompt(corpus: Corpus) -> str:
+    """Return the first words of the held-out text, as the prompt of samples."""
+    if corpus.sources == (STDLIB,):
+        return PYTHON_PROMPT
+    text = corpus.held_out
+    tokens = text.read(0, min(PROMPT_TOKENS, len(text))).tolist()
+    end = text.tokenizer.end
+    if corpus.template == "simple" and (begin := int(text.read_counted(0, len(tokens)).argmax())):
+        return text.tokenizer.decode(tokens[:begin])  # up to the first reply
+    words = text.tokenizer.decode(tokens[: tokens.index(end)] if end in tokens else tokens).split()
+    return " ".join(words[:PROMPT_WORDS])[:PROMPT_CHARACTERS]
+
+
+def sample_text(
+    model: nn.Module, tokenizer: Tokenizer, prompt: str, count: int, seed: int, check: Callable[[], None] | None = None
+) -> str:
+    """Generate text after a prompt; the seed determines it.
+
+    An empty prompt starts a document. `check` is called before each token, and may raise.
+    """
+    given = tokenizer.encode(prompt) or [tokenizer.end]
+    start = torch.tensor([given], device=next(model.parameters()).device)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = generate(model, start, count, temperature=TEMPERATURE, top_k=TOP_K, generator=generator, check=check)
+    return text_of(tokenizer, drawn[0, len(given) :].tolist())
+
+
+class PaddedLogits(nn.Module):
+    """The logits of a sharded model, which takes sequences of a multiple of some length: others are padded.
+
+    Args:
+        model: The model, or the stages of this rank.
+        logits: Returns logits [B, S, V] for tokens [B, S]; every rank must call it.
+        multiple: S is a multiple of this.
+    """
+
+    def __init__(self, model: CausalLM, logits: Callable[[Tensor], Tensor], multiple: int) -> None:
+        super().__init__()
+        self.model, self.config, self.logits, self.multiple = model, model.config, logits, multiple
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits [B, S, V] for tokens [B, S] of any length."""
+        length = tokens.shape[1]
+        return self.logits(nn.functional.pad(tokens, (0, -length % self.multiple)))[:, :length]

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -47,6 +48,11 @@ class Found:
     """The folder of the run that a checkpoint belongs to, if it is still there."""
     skipped: tuple[str, ...] = ()
     """Why newer checkpoints of the run were passed over."""
+
+    def tell(self) -> None:
+        """Print to stderr why newer checkpoints of the run were passed over."""
+        for why in self.skipped:
+            print(why, file=sys.stderr)
 
     @property
     def step(self) -> int | None:

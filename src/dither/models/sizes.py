@@ -4,33 +4,16 @@ Nothing here imports torch.
 """
 
 import dataclasses
-import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, ClassVar
 
 from dither.errors import UserError
 from dither.settings import AtLeast, Count, OneOf, Within, check
 from dither.spec import did_you_mean
 
-LARGEST = 1 << 28
-"""Maximum of any size in a config: three times its square, in bytes of float32, still fits into 64 bits."""
-
-
-def check_fields(config: Any) -> None:
-    """Raise unless the integers of a config are positive, its floats positive and finite, and its switches booleans."""
-    for field in fields(config):
-        name, value = f"{type(config).__name__}.{field.name}", getattr(config, field.name)
-        if field.type is bool:
-            if not isinstance(value, bool):
-                raise UserError(f"{name} is true or false, not {value!r}.")
-        elif field.type is float:
-            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-                raise UserError(f"{name} is a positive number, not {value!r}.")
-        elif field.type is int or value is not None:
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UserError(f"{name} is a positive integer, not {value!r}.")
-            if value > LARGEST:
-                raise UserError(f"{name} is at most 2^28 = {LARGEST}, not {value}.")
+Size = Annotated[int, AtLeast(1, bits=28)]
+"""A size in a config: three times its square, in bytes of float32, still fits into 64 bits."""
+Positive = Annotated[float, Within(0, open_below=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,31 +27,31 @@ class LlamaConfig:
 
     model_type: ClassVar[str] = "llama"
     """Name of the architecture at Hugging Face."""
-    hidden_size: int
+    hidden_size: Size
     """Width of the residual stream."""
-    intermediate_size: int
+    intermediate_size: Size
     """Width of the feed-forward layers."""
-    num_hidden_layers: int
+    num_hidden_layers: Size
     """Number of blocks."""
-    num_attention_heads: int
+    num_attention_heads: Size
     """Number of query heads, which split the hidden size evenly; the size of a head must be even."""
-    num_key_value_heads: int | None = None
+    num_key_value_heads: Size | None = None
     """Number of key/value heads, each shared by equally many query heads; None gives every query head its own."""
-    vocab_size: int = 32000
+    vocab_size: Size = 32000
     """Size of the vocabulary."""
-    max_position_embeddings: int = 2048
+    max_position_embeddings: Size = 2048
     """Maximum sequence length; the model stores nothing per position."""
-    rope_theta: float = 10000.0
+    rope_theta: Positive = 10000.0
     """Base of the rotary embeddings' wavelengths."""
-    rms_norm_eps: float = 1e-5
+    rms_norm_eps: Positive = 1e-5
     """Added to the mean square in each norm."""
     tie_word_embeddings: bool = False
     """True if the output layer shares the embedding's weight."""
-    initializer_range: float = 0.02
+    initializer_range: Positive = 0.02
     """Initial standard deviation of every matrix; norms start at one."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check(type(self).__name__, self)
         if self.hidden_size % (2 * self.num_attention_heads):
             raise UserError(
                 f"A hidden size of {self.hidden_size} does not split into {self.num_attention_heads} heads of an even size; "
@@ -102,59 +85,43 @@ class GPT2Config:
 
     model_type: ClassVar[str] = "gpt2"
     """Name of the architecture at Hugging Face."""
-    n_embd: int
+    n_embd: Size
     """Width of the residual stream."""
-    n_layer: int
+    n_layer: Size
     """Number of blocks."""
-    n_head: int
+    n_head: Size
     """Number of attention heads, which split the width evenly."""
-    n_inner: int | None = None
+    n_inner: Size | None = None
     """Width of the feed-forward layers; None makes it four times `n_embd`."""
-    vocab_size: int = 50257
+    vocab_size: Size = 50257
     """Size of the vocabulary."""
-    n_positions: int = 1024
+    n_positions: Size = 1024
     """Maximum sequence length: each position has a learned vector."""
-    layer_norm_epsilon: float = 1e-5
+    layer_norm_epsilon: Positive = 1e-5
     """Added to the variance in each norm."""
     tie_word_embeddings: bool = True
     """True if the output layer shares the embedding's weight."""
-    initializer_range: float = 0.02
+    initializer_range: Positive = 0.02
     """Initial standard deviation of matrices; those that add to the residual stream have 1 / sqrt(2 n_layer) of it."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check(type(self).__name__, self)
         if self.n_embd % self.n_head:
             raise UserError(
                 f"A width of {self.n_embd} (n_embd) does not split into {self.n_head} heads (n_head); "
                 f"{self.n_head * -(-self.n_embd // self.n_head)} would."
             )
 
-    # The same sizes under the names of other models, as transformers has them too.
-
-    @property
-    def hidden_size(self) -> int:
-        """Return the width of the residual stream."""
-        return self.n_embd
+    hidden_size: ClassVar = property(lambda self: self.n_embd)
+    """The same sizes under the names of other models, as transformers has them too."""
+    num_hidden_layers: ClassVar = property(lambda self: self.n_layer)
+    num_attention_heads: ClassVar = property(lambda self: self.n_head)
+    max_position_embeddings: ClassVar = property(lambda self: self.n_positions)
 
     @property
     def intermediate_size(self) -> int:
         """Return the width of the feed-forward layers."""
         return 4 * self.n_embd if self.n_inner is None else self.n_inner
-
-    @property
-    def num_hidden_layers(self) -> int:
-        """Return the number of blocks."""
-        return self.n_layer
-
-    @property
-    def num_attention_heads(self) -> int:
-        """Return the number of attention heads."""
-        return self.n_head
-
-    @property
-    def max_position_embeddings(self) -> int:
-        """Return the maximum sequence length."""
-        return self.n_positions
 
     @property
     def head_dim(self) -> int:
@@ -173,29 +140,29 @@ class GPTNeoConfig:
 
     model_type: ClassVar[str] = "gpt_neo"
     """Name of the architecture at Hugging Face."""
-    hidden_size: int
+    hidden_size: Size
     """Width of the residual stream."""
-    num_layers: int
+    num_layers: Size
     """Number of blocks: the first, third and so on attend globally, the others locally."""
-    num_heads: int
+    num_heads: Size
     """Number of attention heads, which split the hidden size evenly."""
-    intermediate_size: int | None = None
+    intermediate_size: Size | None = None
     """Width of the feed-forward layers; None makes it four times `hidden_size`."""
-    window_size: int = 256
+    window_size: Size = 256
     """Number of tokens that local attention sees, including the token itself."""
-    vocab_size: int = 50257
+    vocab_size: Size = 50257
     """Size of the vocabulary."""
-    max_position_embeddings: int = 2048
+    max_position_embeddings: Size = 2048
     """Maximum sequence length: each position has a learned vector."""
-    layer_norm_epsilon: float = 1e-5
+    layer_norm_epsilon: Positive = 1e-5
     """Added to the variance in each norm."""
     tie_word_embeddings: bool = True
     """True if the output layer shares the embedding's weight."""
-    initializer_range: float = 0.02
+    initializer_range: Positive = 0.02
     """Initial standard deviation of every matrix; norms start at one, biases at zero."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check(type(self).__name__, self)
         if self.hidden_size % self.num_heads:
             raise UserError(
                 f"A hidden size of {self.hidden_size} does not split into {self.num_heads} heads; "
@@ -207,17 +174,9 @@ class GPTNeoConfig:
         """Return the kind of attention of each block: "global" or "local"."""
         return tuple(("global", "local")[layer % 2] for layer in range(self.num_layers))
 
-    # The same sizes under the names of other models, as transformers has them too.
-
-    @property
-    def num_hidden_layers(self) -> int:
-        """Return the number of blocks."""
-        return self.num_layers
-
-    @property
-    def num_attention_heads(self) -> int:
-        """Return the number of attention heads."""
-        return self.num_heads
+    num_hidden_layers: ClassVar = property(lambda self: self.num_layers)
+    """The same sizes under the names of other models, as transformers has them too."""
+    num_attention_heads: ClassVar = property(lambda self: self.num_heads)
 
     @property
     def head_dim(self) -> int:

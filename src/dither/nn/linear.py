@@ -510,6 +510,12 @@ class Linear(nn.Linear):
         """Map [..., in_features] to [..., out_features]. `kept` are the inputs of the SwiGLU that made the input, if any."""
         warn_of_slow_autocast(input)
         settings, samplings = self.settings_for(input), self.program.samplings
+        active = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+        if active and (not self.program.uncast or (self.training and (samplings.weight or samplings.input))):
+            raise UserError(
+                f"The layer {self.name!r} casts or samples, which the transforms of torch.func (vmap, grad, jvp, ...) do not "
+                "take: call backward() or torch.autograd.grad, or transform the model before convert."
+            )
         state = self.call_state(settings, rows_of(input))
         if kept is not None:
             if self.training and samplings.input:

@@ -73,7 +73,11 @@ def cast_counts(x: Tensor, cast: Cast, axis: int = -1, given_amax: Tensor | None
     known = torch.where(finite, magnitude, torch.nan)  # NaN compares as false
     scaled = known.float() if factors is None else _multiplied(known, factors.multiply, layout)
     round = Rounding("nearest") if cast.scaling.kind == "eden" else cast.round
-    changed = _changed(scaled, zeros, cast.element, round)
+    if cast.element.codebook or not cast.element.mantissa_bits or not cast.round.rule.kernel:
+        signed = scaled.copysign(x_BRC.transpose(1, 2) if factors is not None and layout.along_rows else x_BRC)
+        changed = _looked_up(signed, cast.element, cast.round)
+    else:
+        changed = _changed(scaled, zeros, cast.element, round)
     counts = torch.stack([torch.full_like(zeros, x.numel()), zeros, x.numel() - finite.sum()]).double()
     scale = amax.new_empty(0)
     if factors is not None:
@@ -111,6 +115,18 @@ def _changed(s: Tensor, zeros: Tensor, format: Format, round: Rounding) -> Tenso
     # Integers are equally spaced: none is subnormal.
     subnormal = torch.zeros_like(zeros) if format.is_integer else high.sum() - low.sum()
     return torch.stack([clipped.sum(), flushed, subnormal]).double()
+
+
+def _looked_up(s: Tensor, format: Format, round: Rounding) -> Tensor:
+    """Do the same for signed s by rounding it, for codebooks and registered roundings: random bits take 16 values, in turn."""
+    known, (low, *_, high) = s[~s.isnan()], format.values()
+    clipped = (known > high + format.spacing(high) / 2) | (known < low - format.spacing(low) / 2)
+    flushed = torch.zeros_like(clipped, dtype=torch.float64)
+    draws = range(1 << min(round.bits, 4))
+    for draw in draws:
+        random = torch.full_like(known, draw << max(round.bits - 4, 0), dtype=torch.int32) if round.bits else None
+        flushed += (rounding.round_values(known, format, round, True, random) == 0) & (known != 0)
+    return torch.stack([clipped.sum().double(), flushed.sum() / len(draws), torch.zeros_like(flushed.sum())])
 
 
 def _expected(s: Tensor, format: Format, bits: int) -> Tensor:

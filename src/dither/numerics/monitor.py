@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dither import files
 from dither.console import aligned
 from dither.errors import UserError
 from dither.nn.experts import ExpertLinear
@@ -201,7 +202,7 @@ class NumericsReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON; numbers that are not finite become None."""
-        data = finite(asdict(self))
+        data = files.plain(asdict(self))
         return {**data, "stagnant": self.stagnant, "problems": list(self.problems)}
 
     def __str__(self) -> str:
@@ -252,15 +253,6 @@ def percent(share: float | None) -> str:
     if share and share < 1e-4:
         return "< 0.01 %"
     return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.3g} %"
-
-
-def finite(value: Any) -> Any:
-    """Return plain values with None for every number that is not finite."""
-    if isinstance(value, Mapping):
-        return {key: finite(each) for key, each in value.items()}
-    if isinstance(value, tuple | list):
-        return [finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # Operands ---------------------------------------------------------------------------------------------------------------

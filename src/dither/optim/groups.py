@@ -125,7 +125,8 @@ class Member:
                         f"The parameter {self.name!r} is sharded at columns {shard.column} to {end}, inside a block of "
                         f"{update.block} that shares a scale: "
                         + (f"use block={min(fits, MOST_BLOCK)}, or shard" if fits >= 16 else "shard")
-                        + f" at multiples of {update.block}."
+                        + f" at multiples of {update.block}; states='bf16' has no blocks, and min_8bit_size="
+                        f"{parameter.numel() + 1} gives fp32 moments to parameters of this size."
                     )
         if self.role is not None:
             self._check_role()

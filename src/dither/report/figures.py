@@ -436,12 +436,12 @@ def number_line(format: Format) -> NumberLine:
     >>> number_line(Format.parse("e2m1")).subnormal, number_line(Format.parse("bf16")).scaled
     ((-1.0,), ())
     """
-    smallest = 1.0 if format.is_integer else format.min_subnormal if format.mantissa_bits else format.min_normal
+    smallest = format.min_subnormal
     low, high = math.log2(smallest), math.log2(format.max)
     values = format.values() if format.bits <= MARKED else ()
     positive = [value for value in values if value > 0]
     is_normal = [format.is_integer or value >= format.min_normal for value in positive]
-    dense = "" if format.is_integer else f", {1 << format.mantissa_bits:,} per binade"
+    dense = f", {1 << format.mantissa_bits:,} per binade" if format.exponent_bits else ""
     return NumberLine(
         name=format.name,
         colour=format_colour(format.name),

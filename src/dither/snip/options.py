@@ -5,6 +5,7 @@
 """
 
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +13,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from dither.errors import UserError
-from dither.spec import OPERANDS, PRODUCTS, Cast, LayerPrecision, Override, did_you_mean
+from dither.spec import NAMED_CASTS, OPERANDS, PRODUCTS, Cast, LayerPrecision, Override, did_you_mean
 from dither.spec.engines import engines_of
 from dither.spec.recipes import RECIPES, recipe_name
 
@@ -80,8 +81,9 @@ def options(given: "str | Iterable[str | LayerPrecision | Option]") -> tuple[Opt
     product, such as "fp4-forward", is one option and is not mixed.
 
     Args:
-        given: Names separated by commas, or a list of names (`bf16`, `fp8`, `fp6`, `fp4`, or a recipe's) and LayerPrecisions.
-            A list of Option is returned as it is. Casts that two levels share count once: "fp4-fp8grad" casts gradients
+        given: Names separated by commas, or a list of names (`bf16`, `fp8`, `fp6`, `fp4`, a recipe's or a cast's), texts of
+            casts for all three operands, such as "nf4 tile(64)", and LayerPrecisions. A list of Option is returned as it is.
+            Casts that two levels share count once: "fp4-fp8grad" casts gradients
             as "fp8" does, so the two give 2 x 2 x 1 options.
 
     >>> len(options("fp8,fp6,fp4")), len(options(["fp8", "fp4-fp8grad"])), len(options("bf16,fp8,fp4"))
@@ -91,7 +93,7 @@ def options(given: "str | Iterable[str | LayerPrecision | Option]") -> tuple[Opt
     >>> print(options("bf16,fp4")[1].grad)
     e2m1 tile(128) fp32 stochastic(16)
     """
-    listed = [part.strip() for part in given.split(",")] if isinstance(given, str) else list(given)
+    listed = [part.strip() for part in re.split(r",(?![^(]*\))", given)] if isinstance(given, str) else list(given)
     if listed and all(isinstance(each, Option) for each in listed):
         made: tuple[Option, ...] = tuple(listed)  # type: ignore[arg-type]
     else:
@@ -133,9 +135,7 @@ def _level(given: "str | LayerPrecision | Option") -> tuple[str, LayerPrecision]
     elif isinstance(given, str):
         label = given
         precision = LEVELS.get(given) or (RECIPES[name].plan.default if (name := recipe_name(given)) in RECIPES else None)
-        if precision is None:
-            known = (*LEVELS, *(name for name, each in RECIPES.items() if each.plan.default and not each.plan.default.uncast))
-            raise UserError(f"There is no level {given!r}{did_you_mean(given, known)}: choose from {', '.join(known)}.")
+        precision = precision or _of_cast(given)
     else:
         raise UserError(f"A level is a name such as 'fp8' or a LayerPrecision, not {given!r}.")
     assert precision is not None
@@ -144,6 +144,27 @@ def _level(given: "str | LayerPrecision | Option") -> tuple[str, LayerPrecision]
             f"The level {label or str(precision)!r} uses sampling, and options only cast: give a level without sampling."
         )
     return label, precision
+
+
+def known_levels() -> dict[str, LayerPrecision]:
+    """Return the levels that have a name, with their casts: LEVELS, recipes, and named casts for all three operands."""
+    recipes = {name: each.plan.default for name, each in RECIPES.items() if each.plan.default and not each.plan.default.uncast}
+    casts = {name: LayerPrecision.of(name, name, name) for name in NAMED_CASTS if name not in recipes}
+    return {**LEVELS, **recipes, **casts}
+
+
+def _of_cast(text: str) -> LayerPrecision:
+    """Return the level that casts all three operands by one cast."""
+    try:
+        return LayerPrecision.of(text, text, text)
+    except UserError as error:
+        if len(text.split()) > 1:
+            raise
+        known = known_levels()
+        raise UserError(
+            f"There is no level {text!r}{did_you_mean(text, known)}: choose from {', '.join(known)}, or write a cast such as "
+            "'nf4 tile(64)'."
+        ) from error
 
 
 def _formats(precision: LayerPrecision) -> str:

@@ -100,7 +100,7 @@ class Estimator:
     """
 
     options: str = "fp8,fp4"
-    """Levels of each operand of a layer, such as fp8,fp4 or bf16,fp8."""
+    """Levels of each operand of a layer, such as fp8,fp4 or "fp8,nf4 tile(64)"; `dither plan options` lists them."""
     probe: Literal["auto", "measure", "joint", "last", "direct"] = "auto"
     """Estimator: measure each option, perturb all layers at once (joint), add noise at the last layer, use closed forms
     (direct), or auto: measure if the budget allows it, otherwise joint."""

@@ -10,8 +10,9 @@ A sampled weight is w + R * amax * 2^(1 - b_t), with amax the largest magnitude 
 ['e2m1', 'e3m2', 'e4m3', 'bf16']
 """
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,6 +51,8 @@ def safe_bitwidth(
       another one: m + 1 - r.
     - `master="same"`: weights are numbers of the format, and noise above s / 2 suffices. Any b_t < m + 2 - r would do, but
       w_hat is rounded to float32 first. The result is the largest multiple of 2^-16 that is safe with both roundings.
+    For a codebook, s is its widest gap, and m the number of halvings from the largest value's binade to it, not always whole.
+
     - `guaranteed=False`: the paper's bound, m + 2 - r. With float32 master weights, noise of |R| = 2^-r may be as small as
       s / 2 there, and vanishes for up to half of the weights in that binade.
 
@@ -78,7 +81,7 @@ def safe_bitwidth(
         return float(m + 1 - r)
     # A power of two 2^a plus noise n must be rounded to more than 2^a + s / 2. In float32 that takes n > s / 2 + 2^(a - 24):
     # less is rounded to the midpoint, and then back to 2^a, which is even. 2^-22 bounds the rounding of n itself.
-    twice = math.ldexp(1.0, m - FP32_MANTISSA) if m < FP32_MANTISSA else 0.0
+    twice = 2.0 ** (m - FP32_MANTISSA) if m < FP32_MANTISSA else 0.0
     supremum = m + 2 - r - math.log2((1 + twice) / (1 - 2**-22))
     return math.floor(supremum * 2**16) / 2**16
 
@@ -117,8 +120,8 @@ def required_format(b_t: float, noise: str = "rounded_normal") -> RequiredFormat
 def capacity(format: str | Format, noise: str = "rounded_normal") -> int:
     """Return the largest b_t that `format` carries at inference by Table 2: its mantissa and its binades must both suffice.
 
-    >>> {name: capacity(name) for name in ("e2m1", "e2m3", "e3m2", "e4m3", "e3m4", "bf16")}
-    {'e2m1': 3, 'e2m3': 3, 'e3m2': 4, 'e4m3': 5, 'e3m4': 6, 'bf16': 9}
+    >>> {name: capacity(name) for name in ("nf4", "e2m1", "e2m3", "e3m2", "e4m3", "e3m4", "bf16")}
+    {'nf4': 2, 'e2m1': 3, 'e2m3': 3, 'e3m2': 4, 'e4m3': 5, 'e3m4': 6, 'bf16': 9}
     """
     element = Format.parse(format) if isinstance(format, str) else format
     if element.is_integer:
@@ -126,8 +129,10 @@ def capacity(format: str | Format, noise: str = "rounded_normal") -> int:
             f"Table 2 counts binades, and the integer format {element} has none: use a floating-point format such as 'e4m3'."
         )
     r = _smallest(noise)
-    binades = element.max_exponent - element.min_exponent + 1
-    return binades if r is None else min(binades, element.mantissa_bits + 2 - r)
+    m = _mantissa_bits(element)
+    first = math.log2(element.min_subnormal) + m  # where values begin to have m bits
+    binades = math.floor(element.max_exponent - first) + 1
+    return binades if r is None else min(binades, math.floor(m + 2 - r))
 
 
 def deployable(b_t: float, formats: Iterable[str] = DEPLOYABLE, noise: str = "rounded_normal") -> Format:
@@ -150,84 +155,14 @@ def deployable(b_t: float, formats: Iterable[str] = DEPLOYABLE, noise: str = "ro
     )
 
 
-def allocate(
-    sensitivity: Mapping[str, float],
-    weights: Mapping[str, int],
-    tolerance: float | None = None,
-    *,
-    mean: float | None = None,
-    low: float,
-    high: float,
-) -> dict[str, float]:
-    """Return the bitwidths of layers that need the fewest bits while the loss rises by at most `tolerance`.
-
-    Noise of bitwidth b in layer l raises the loss by a_l * 4^-b, where a_l is the layer's sensitivity. The layer takes b * n_l
-    bits, where n_l is its number of weights. At the optimum, one bit less costs the same in every layer. So
-    a_l * 4^-b_l = n_l / p with one price p for all layers, or b_l = log2(a_l p / n_l) / 2, unless b_l is at a limit.
-
-    Args:
-        sensitivity: a_l of each layer.
-        weights: n_l of each layer.
-        tolerance: The largest rise of the loss.
-        mean: In place of `tolerance`, the mean number of bits per weight; the rise of the loss is then minimized.
-        low: The smallest bitwidth.
-        high: The largest bitwidth.
-
-    >>> allocate({"a": 1.0, "b": 16.0}, {"a": 128, "b": 128}, 2 * 4.0**-4, low=2, high=8)
-    {'a': 4.0, 'b': 6.0}
-    >>> allocate({"a": 1.0, "b": 16.0}, {"a": 128, "b": 128}, mean=5, low=2, high=8)
-    {'a': 4.0, 'b': 6.0}
-    """
-    if (tolerance is None) == (mean is None):
-        raise UserError(f"Give either a tolerance or a mean, not both or neither: tolerance={tolerance!r}, mean={mean!r}.")
-    total = sum(weights[layer] for layer in sensitivity)
-
-    def chosen(price: float) -> dict[str, float]:
-        """Return the bitwidths at `price`, which is log2(p)."""
-        return {
-            layer: min(max((math.log2(a / weights[layer]) + price) / 2, low), high) if a > 0 else float(low)
-            for layer, a in sensitivity.items()
-        }
-
-    def missing(bitwidths: Mapping[str, float]) -> float:
-        """Return by how much bitwidths miss the goal; it decreases with the price."""
-        if mean is not None:
-            return mean - math.fsum(weights[layer] * b for layer, b in bitwidths.items()) / total
-        assert tolerance is not None
-        rise = math.fsum(max(a, 0.0) * math.pow(4.0, -bitwidths[layer]) for layer, a in sensitivity.items())
-        return math.log2(rise / tolerance) if rise else -math.inf
-
-    if missing(lowest := dict.fromkeys(sensitivity, float(low))) <= 0:
-        return lowest
-    if missing(highest := dict.fromkeys(sensitivity, float(high))) > 0:
-        raise UserError(
-            f"{high:g} bits in every layer are not enough for "
-            + (f"a mean of {mean:g}" if mean is not None else f"a rise of the loss by at most {tolerance:.3g}")
-            + ": raise the limit, or ask for less."
-        )
-    # Prices at which a layer reaches one of its limits. Between two of them the same layers are free. There `missing` is linear
-    # in the price for a mean, and for a tolerance it follows from the rise of the free layers.
-    limits = sorted(2 * b - math.log2(a / weights[layer]) for layer, a in sensitivity.items() if a > 0 for b in (low, high))
-    below = max(price for price in limits if missing(chosen(price)) > 0)
-    above = min((price for price in limits if price > below), default=below + 1)
-    middle = chosen((below + above) / 2)
-    if not (free := [layer for layer, b in middle.items() if low < b < high]):
-        return highest  # at the last price only a rounding error is missing
-    size = sum(weights[layer] for layer in free)
-    if mean is not None:
-        return chosen(below + 2 * total / size * missing(chosen(below)))
-    assert tolerance is not None
-    fixed = math.fsum(max(sensitivity[layer], 0.0) * math.pow(4.0, -b) for layer, b in middle.items() if layer not in free)
-    return chosen(math.log2(size / (tolerance - fixed)))
-
-
 FP32_MANTISSA = 23
 """Mantissa bits of float32: w_hat is computed in float32 and then rounded to the operator's format."""
 
 
-def _mantissa_bits(format: Format) -> int:
-    """Return the number of bits below the leading one of numbers in the top binade; for integers, those of their range."""
-    return format.max_exponent - round(math.log2(format.spacing(format.max)))
+def _mantissa_bits(format: Format) -> float:
+    """Return log2(2^max_exponent / widest spacing): the mantissa bits of the top binade; of integers, those of their range."""
+    widest = max(b - a for a, b in itertools.pairwise(format.codebook)) if format.codebook else format.spacing(format.max)
+    return format.max_exponent - math.log2(widest)
 
 
 def _smallest(noise: str) -> int | None:

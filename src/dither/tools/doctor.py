@@ -21,13 +21,14 @@ from dither.ops.storage import storage_dtype
 from dither.spec import Cast
 from dither.spec.engines import TRIED, VERIFIABLE, Engine
 from dither.spec.formats import TABLE, Format
-from dither.tools.gpus import Gpu, best_device, cpu_here, gpus_here
-from dither.tools.recommend import Advice, advice_here
+from dither.spec.gpus import Gpu
+from dither.tools.recommend import Advice, advice_here, cpu_here, gpus_here
 from dither.tools.self_test import (
     ELEMENTS,
     KNOWN_ANSWERS,
     BitCheck,
     SelfTest,
+    best_device,
     differing_bits,
     run_self_test,
 )

@@ -53,11 +53,7 @@ class RunEstimates(NamedTuple):
 def estimate_run(path: str, estimator: Estimator, chosen: RunOptions, bars: ProgressBars) -> RunEstimates:
     """Estimate the harm of options at a checkpoint of a run, on its next micro-batches.
 
-    Args:
-        path: The folder of a run, whose newest whole checkpoint is taken, or a checkpoint.
-        estimator: The options and the probe; "auto" measures each option.
-        chosen: The batches and the device.
-        bars: Show the progress.
+    `path` is a run, whose newest whole checkpoint is taken, or a checkpoint. The probe "auto" measures each option.
     """
     from dither.nn import Linear
     from dither.snip.dry_run import TrainingSetup
@@ -111,6 +107,7 @@ def _restored(path: str, chosen: RunOptions, bars: ProgressBars) -> Iterator[Tra
     from dither.train.trainer import Trainer
 
     found = find_model(path)
+    found.tell()
     folder = found.run
     if folder is None:
         kinds = f"neither the folder of a run, with a {CONFIG}, nor a checkpoint of one"

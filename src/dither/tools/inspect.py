@@ -1,7 +1,6 @@
 """Inspect the weights of a saved model: their magnitudes, the effect of casts, and the last updates."""
 
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -109,8 +108,7 @@ def inspect(path: str | Path, casts: Sequence[Cast], stage: Stage = silent) -> I
         return InspectedModel(str(path), None, _all_inspected(weights, casts, stage))
     with stage(f"Reading {path}"):
         where = found.path
-        for why in found.skipped:
-            print(why, file=sys.stderr)
+        found.tell()
         tensors, plain = checkpoint.load(where)
         note, updates = _updates(plain, tensors)
         weights = [each._replace(update=updates.get(each.name)) for each in _of_checkpoint(where, tensors, plain)]

@@ -13,7 +13,6 @@ import shutil
 import signal
 import statistics
 import sys
-import threading
 import time
 import tomllib
 import traceback
@@ -32,7 +31,7 @@ from dither.models.sizes import Model
 from dither.report.ladder import LadderReport, Result, read_result
 from dither.settings import Count, OneOf, check, from_table, parse
 from dither.tools.arms import SHARED, Arm, find_field
-from dither.tools.trials import POLL, last_line, stop_without_parent
+from dither.tools.trials import POLL, begin_process, last_line
 from dither.train import config as configs
 from dither.train.config import Config
 from dither.train.guard import Signals
@@ -336,14 +335,9 @@ def _collect(run: Run, name: str, out: Path, code: int | None, seconds: float, j
 
 def _work(run: Run, name: str, out: str, jobs: int) -> None:
     """Train one run in this process, and write its result."""
-    import torch
-
-    os.setpgid(0, 0)  # Ctrl-C on the terminal reaches only the parent
-    with open(Path(out) / LOGS / f"{name}.txt", "w", encoding="utf-8") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    threading.Thread(target=stop_without_parent, daemon=True).start()
-    torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
+    log = Path(out) / LOGS / f"{name}.txt"
+    log.unlink(missing_ok=True)
+    begin_process(log, jobs)
     began, folder = time.monotonic(), Path(run.config.run.out)
     shutil.rmtree(folder, ignore_errors=True)
     try:

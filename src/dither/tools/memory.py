@@ -18,11 +18,10 @@ from dither.parallel.layout import Layout
 from dither.spec import SWIGLU_CAST, Cast, LayerPrecision, MemoryOptions, did_you_mean
 from dither.spec.engines import container
 from dither.spec.formats import TABLE, Format
+from dither.spec.gpus import GIB as GIB
 from dither.spec.modes import MODES
 from dither.spec.optimizer import BLOCKS, WHOLE
 from dither.spec.recipes import recipe
-
-GIB = 2**30
 
 ALIGNED = 64
 """Alignment of the rows of logits, in numbers, if the vocabulary has an odd size: see `dither.nn.functional`."""

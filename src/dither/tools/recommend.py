@@ -4,16 +4,19 @@ Recommendations are based on measurements on an H200 (docs/benchmarks.md), and s
 one GPU; the parts of an estimate of `dither.tools.memory` help to divide a model over several.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import torch
+
 from dither.errors import UserError
 from dither.models import PRESETS
+from dither.nn.linear import slowdown as slowdown_of
 from dither.spec import MemoryOptions
-from dither.tools.gpus import Gpu, bf16_slowdown, cpu_here, gpus_here
+from dither.spec.gpus import GIB, Gpu
 from dither.tools.memory import (
-    GIB,
     Checkpointing,
     MemoryEstimate,
     PrecisionChoice,
@@ -78,7 +81,7 @@ def recommend(shape: Shape, gpu: Gpu, *, sequence: int = 2048, tokens: int = PAS
         risk: "none" keeps the numerics of mixed precision in BF16 (FP16 if the GPU has no BF16). "low" adds FP8, stochastic
             rounding and 8-bit states; "high" adds FP4 if the GPU has units for it.
 
-    >>> from dither.tools.gpus import GPUS
+    >>> from dither.spec.gpus import GPUS
     >>> from dither.tools.memory import llama_of
     >>> found = recommend(llama_of(3e9), GPUS["h100-80gb"])
     >>> print(found, found.settings)
@@ -207,7 +210,7 @@ LEANER: tuple[Mapping[str, Any], ...] = (
 def fastest(shape: Shape, gpu: Gpu, passes: StepPasses) -> Fastest:
     """Return the fastest settings that fit: formats that were measured on this kind of GPU, and memory options as needed.
 
-    >>> from dither.tools.gpus import GPUS
+    >>> from dither.spec.gpus import GPUS
     >>> from dither.tools.memory import llama_of
     >>> found = fastest(llama_of(1e9), GPUS["h200"], StepPasses(batch=8, sequence=2048))
     >>> dict(found.settings), found.fits
@@ -282,9 +285,21 @@ def advice_for(gpus: Sequence[Gpu], sizes: Mapping[str, Shape], *, slowdown: flo
     return Advice(tuple(rows), tuple(dict.fromkeys(notes)))
 
 
+def gpus_here() -> tuple[Gpu, ...]:
+    """Return the GPUs that torch finds."""
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return tuple(Gpu(each.name, (each.major, each.minor), each.total_memory) for each in found)
+
+
+def cpu_here() -> Gpu:
+    """Return this machine's CPU, with the memory of the machine, or 0 if the system does not say it."""
+    pages = hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names
+    return Gpu("cpu", None, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if pages else 0)
+
+
 def advice_here() -> Advice:
     """Return advice for this machine: for its GPUs, or else for its CPU."""
     if gpus := gpus_here():
         return advice_for(gpus, {name: shape_of(PRESETS[name]) for name in ("llama-134m", "llama-1b", "llama-3b", "llama-8b")})
     sizes = {name: shape_of(PRESETS[name]) for name in ("tiny", "llama-134m")}
-    return advice_for([cpu_here()], sizes, slowdown=bf16_slowdown())
+    return advice_for([cpu_here()], sizes, slowdown=slowdown_of(torch.bfloat16))

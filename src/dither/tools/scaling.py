@@ -9,10 +9,9 @@ from types import MappingProxyType
 
 from dither.console import Tick
 from dither.errors import UserError
+from dither.spec.gpus import GIB, Gpu
 from dither.spec.optimizer import WHOLE
-from dither.tools.gpus import Gpu
 from dither.tools.memory import (
-    GIB,
     Checkpointing,
     MemoryEstimate,
     PrecisionChoice,
@@ -47,8 +46,9 @@ ATTENTION_SHARES = MappingProxyType({64: 0.327, 128: 0.475})
 COPY_SHARE = 0.875
 """Share of the memory bandwidth that a copy reaches. Measured on an H200: 4.2 of 4.8 TB/s."""
 
-OPTIMIZER_SHARES = MappingProxyType({"o1": 0.80, "bf16-sr": 0.89, "8-bit": 0.426})
-"""Optimizer steps as shares of a copy's bandwidth. Measured on an H200."""
+OPTIMIZER_SHARES = MappingProxyType({"fp32": 0.80, "bf16": 0.89, "dynamic8": 0.426, "companded8": 0.72})
+"""Optimizer steps as shares of a copy's bandwidth, by format of the parameters, or of states of 8 bits, where those of a number
+format take as long as companded8 (within 2 %). Measured on an H200."""
 
 LINK_SHARE = 0.8
 """Share of a link's bandwidth that collectives sustain. Assumed, not fitted."""
@@ -210,7 +210,8 @@ class Clock:
         whole = storage.states in WHOLE
         state = format_bytes(storage.states) if whole else 1 + 4 / setting.state_block
         moved = 2 * p + g + 2 * moments * state + 2 * storage.masters
-        share = OPTIMIZER_SHARES["8-bit" if not whole else "o1" if storage.parameters == "fp32" else "bf16-sr"]
+        kind = storage.states if not whole else "fp32" if storage.parameters == "fp32" else "bf16"
+        share = OPTIMIZER_SHARES.get(kind, OPTIMIZER_SHARES["companded8"])
         seconds = parameters * moved / share / self.copy
         if setting.casts_weight:
             each = (2 * p if self._tensor_scales else p) + 2
@@ -565,7 +566,7 @@ def rank(job: Job, tick: Tick = lambda done, total: None) -> Ranking:
 
     `tick` is called after each precision.
 
-    >>> from dither.tools.gpus import GPUS
+    >>> from dither.spec.gpus import GPUS
     >>> from dither.tools.memory import llama_of
     >>> found = rank(Job(shape=llama_of(8e9), gpu=GPUS["h200"], gpus=8))
     >>> print(found.best.choice, "|", found.best.step.layout)

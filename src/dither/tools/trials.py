@@ -25,6 +25,7 @@ from dither.report.figures import line_images
 from dither.report.run_folder import read_all
 from dither.report.watch import Follower
 from dither.settings import differences, value_at
+from dither.spec import registry
 from dither.tools.arms import Arm, Sweep, axis_value
 from dither.train import config as configs
 from dither.train.config import CONFIG, Config, Data, Optim, RunSettings
@@ -282,8 +283,8 @@ class _Pool:
             log.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"The folder {str(log.parent)!r} cannot be created: {error}.") from None
-        threads = max(1, torch.get_num_threads() // parallel)  # else the processes would compete for the cores
-        arguments = (trial.config, self.resume and trial.begun, self.command, str(log), threads)
+        plugins = tuple(plugin.path for plugin in registry.PLUGINS.values())
+        arguments = (trial.config, self.resume and trial.begun, self.command, str(log), parallel, plugins)
         process = self.context.Process(target=_work, args=arguments, name=str(trial))
         process.start()
         self.running.append(_Running(label, trial, process, log, Follower(trial.folder)))
@@ -316,15 +317,11 @@ class _Pool:
             each.process.join()
 
 
-def _work(config: Config, resume: bool, command: tuple[str, ...], log: str, threads: int) -> None:
+def _work(config: Config, resume: bool, command: tuple[str, ...], log: str, parallel: int, plugins: tuple[str, ...]) -> None:
     """Train one run in this process, which `_Pool` started. Its output goes to `log`."""
-    os.setpgid(0, 0)  # Ctrl-C on the terminal reaches only the parent, which forwards it once
-    with open(log, "a", encoding="utf-8") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    sys.stdout, sys.stderr = LastingStream("stdout"), LastingStream("stderr")
-    threading.Thread(target=stop_without_parent, daemon=True).start()
-    torch.set_num_threads(threads)
+    begin_process(log, parallel)
+    for path in plugins:
+        registry.load_plugin(path)
     sys.exit(_trained(config, resume, command))
 
 
@@ -342,12 +339,21 @@ def _trained(config: Config, resume: bool, command: tuple[str, ...]) -> int:
     return outcome.code
 
 
-def stop_without_parent() -> None:
-    """Save and stop, as by SIGTERM, if the parent dies."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        connection.wait([parent.sentinel])
-        os.kill(os.getpid(), signal.SIGTERM)
+def begin_process(log: str | Path, parallel: int) -> None:
+    """Prepare a process that trains one of `parallel` runs: its output goes to a log, and it stops if its parent dies."""
+
+    def stop_without_parent() -> None:
+        if (parent := multiprocessing.parent_process()) is not None:
+            connection.wait([parent.sentinel])
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    os.setpgid(0, 0)  # Ctrl-C on the terminal reaches only the parent, which forwards it once
+    with open(log, "a", encoding="utf-8") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout, sys.stderr = LastingStream("stdout"), LastingStream("stderr")
+    threading.Thread(target=stop_without_parent, daemon=True).start()
+    torch.set_num_threads(max(1, torch.get_num_threads() // parallel))  # else the processes would compete for the cores
 
 
 def last_line(log: Path) -> str:

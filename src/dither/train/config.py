@@ -304,12 +304,7 @@ class Precision:
 def _check_snip(precision: Precision, begins: list[int], steps: int, start: int, delay: int) -> None:
     """Raise if SNIP never chooses a plan: it chooses while an entry of the schedule casts all products of a layer.
 
-    Args:
-        precision: The section with the schedule.
-        begins: The first step of each entry.
-        steps: The steps of the run.
-        start: The step of SNIP's first statistics.
-        delay: Steps from statistics to the plan.
+    `begins` has the first step of each entry; SNIP's plans take effect `delay` steps after the statistics of `start`.
     """
     if not precision.schedule:
         return

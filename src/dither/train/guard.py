@@ -6,6 +6,7 @@ import signal
 import statistics
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -181,13 +182,16 @@ GRACE = 10.0
 AGAIN = 12.0
 """Seconds after which a phase is interrupted once more if it still goes on. Cleaning up takes at most 10."""
 
+SAME = 1.0
+"""Seconds within which signals count as one: a killed parent with several threads sends several (PR_SET_PDEATHSIG)."""
+
 
 class Interrupted(BaseException):
     """A signal arrived during work that can be abandoned."""
 
 
 class Signals:
-    """Record SIGINT, SIGTERM and SIGHUP in a flag that is read between steps; a second signal ends the process at once.
+    """Record SIGINT, SIGTERM and SIGHUP in a flag that is read between steps; a second signal, later, ends the process at once.
 
     >>> import os, signal
     >>> with Signals() as signals:
@@ -203,6 +207,7 @@ class Signals:
         """The name of the received signal, or ""."""
         self.exit_code = 0
         """128 plus the number of the received signal, as in shells, or 0."""
+        self._since = 0.0
         self._before: dict[signal.Signals, Any] = {}
         self._grace: float | None = None  # seconds from a signal to an Interrupted; None never raises one
         self._expired = False
@@ -250,9 +255,12 @@ class Signals:
                 self._grace = 0.0
                 self._schedule()
             return
+        if self.received and time.monotonic() - self._since < SAME:
+            return
         if self.received:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+        self._since = time.monotonic()
         self.received, self.exit_code = signal.Signals(number).name, 128 + number
         if self._grace is not None:
             self._schedule()

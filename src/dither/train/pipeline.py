@@ -84,11 +84,7 @@ def blocks_per_stage(layers: int, stages: int) -> tuple[int, ...]:
 class Pipeline:
     """The stages of this rank, and the passes through all stages.
 
-    Args:
-        model: The whole model, converted.
-        config: The config of the run.
-        layout: The layout of the run.
-        parts: Micro-batches per step.
+    The model is converted; `parts` is the number of micro-batches per step.
     """
 
     def __init__(self, model: PlainLM, config: Config, layout: RankLayout, parts: int) -> None:

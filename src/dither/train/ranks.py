@@ -71,11 +71,7 @@ class Verdict:
 class Heartbeat:
     """The heartbeat of one rank.
 
-    Args:
-        store: The store of the process group.
-        rank: The rank of this process.
-        world: The number of ranks.
-        hosted: The store is in the process of rank 0, and ends with it.
+    A hosted store is in the process of rank 0, and ends with it.
     """
 
     def __init__(self, store: Store, rank: int, world: int, *, hosted: bool) -> None:
@@ -107,7 +103,7 @@ class Heartbeat:
                 if self.verdict is None and self._thread_store.check(["verdict"]):
                     self.verdict = Verdict(**json.loads(self._thread_store.get("verdict")))
                     self._thread_store.set(f"informed/{self.rank}", "1")
-        if not self._stop.wait(EVERY) and self._orphaned:
+        if not self._stop.wait(EVERY) and self._orphaned and not self.interrupted():  # a second signal would end it unsaved
             os.kill(os.getpid(), signal.SIGTERM)  # save and end
 
     @property
@@ -476,13 +472,20 @@ def _join(place: torch.device, world: int) -> None:
     """Initialize torch.distributed as torchrun's environment says."""
     backend, limit = ("nccl", TIMEOUT) if place.type == "cuda" else ("gloo", GLOO_TIMEOUT)
     try:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # the store is there, unless torchrun was killed
+            socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), 5).close()
         # A restart by torchrun uses the same store again. Without a prefix of its own, it would find the addresses of the ranks
         # before it, some of which are gone.
         store, rank, _ = next(iter(rendezvous("env://", timeout=limit)))
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         group_store = PrefixStore(f"attempt {attempt}", store)
         dist.init_process_group(backend, store=group_store, rank=rank, world_size=world, timeout=limit)
-    except (ValueError, RuntimeError) as error:  # a missing variable; a rank that did not come, or went again
+    except (
+        OSError,
+        KeyError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # a missing variable; a rank that did not come, or went again
         where = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
         raise LostRankError(
             f"The {world} ranks did not find each other at {where} within {limit.total_seconds():.0f} s "

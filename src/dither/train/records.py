@@ -25,6 +25,7 @@ from dither.console import duration as duration
 from dither.errors import UserError
 from dither.nn import Linear
 from dither.ops.ranks import local
+from dither.spec.gpus import GPUS
 from dither.train import config
 from dither.train.config import METRICS
 from dither.train.trackers import Trackers
@@ -256,15 +257,13 @@ Draw = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 DrawLayers = Callable[[Sequence[str], Mapping[str, Any]], Mapping[str, Any]]
 """The same with the names of the converted layers first, such as `dither.report.line_images`."""
 
-PEAKS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
-"""Peak BF16 FLOP/s of dense products, as the manufacturer states it, by part of the name of the GPU."""
-
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the peak FLOP/s for the MFU, or None for a CPU or an unknown GPU."""
+    """Return the peak FLOP/s of dense BF16 products for the MFU, or None for a CPU or an unknown GPU."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    peaks = {gpu.name.partition("-")[0]: gpu.bf16 for gpu in GPUS.values() if gpu.bf16}
     # The longest name first: an L40S is not an L4.
-    return next((PEAKS[part] for part in sorted(PEAKS, key=len, reverse=True) if part in name), None)
+    return next((peaks[part] for part in sorted(peaks, key=len, reverse=True) if part in name), None)
 
 
 def finite(line: Mapping[str, Any]) -> dict[str, Any]:

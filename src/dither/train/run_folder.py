@@ -46,13 +46,7 @@ from dither.versions import version
 
 
 class RunFolder:
-    """The folder of a run. Rank 0 locks it and writes its files; the other ranks only know whether the run resumes.
-
-    Args:
-        path: The folder.
-        ranks: The ranks of the run.
-        say: Shows a message.
-    """
+    """The folder of a run. Rank 0 locks it and writes its files; the other ranks only know whether the run resumes."""
 
     def __init__(self, path: Path, ranks: Ranks, say: Callable[[str], None]) -> None:
         self.path, self.ranks, self.say = path, ranks, say

@@ -18,9 +18,9 @@ from dither.checkpoint.state import Resumed, pack, plan_of, unpack
 from dither.data import Batch, Corpus, Loader, held_out
 from dither.errors import UserError
 from dither.evaluate.held_out import Perplexity, batch_losses, evaluating
-from dither.evaluate.samples import PaddedLogits, default_prompt, sample_text
 from dither.models import CausalLM, build, compile_blocks, flops_per_token, hf
 from dither.models.causal import PlainLM
+from dither.models.generation import PaddedLogits, default_prompt, sample_text
 from dither.models.lora import adapt, narrow_base
 from dither.models.open import check_same_base, load_weights, origin_of
 from dither.models.presets import blank, draw_parts

@@ -1,22 +1,16 @@
-"""GPUs with their memory and the rates of their data sheets, and the devices of this machine."""
+"""GPUs with their memory and the rates of their data sheets."""
 
-import os
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-import torch
-
 from dither.errors import UserError
-from dither.spec import did_you_mean
-from dither.tools.memory import GIB
+from dither.spec.checks import did_you_mean
+
+GIB = 2**30
 
 MARGIN, CONTEXT = 0.04, GIB
 """Fraction of a GPU's memory left to fragmentation, and bytes left to CUDA itself."""
-
-SIDE, TRIES = 192, 3
-"""The product that measures BF16: SIDE^3 multiplications, the fastest of TRIES."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +22,7 @@ class Gpu:
     memory: int
     """Memory in bytes."""
     bf16: float = 0.0
-    """BF16 products, FLOP/s; 0 if the rates are not listed."""
+    """BF16 products, FLOP/s; 0 if it is not listed."""
     fp8: float | None = None
     """FP8 products, FLOP/s; None if there are no FP8 units."""
     bandwidth: float = 0.0
@@ -70,8 +64,8 @@ GPUS = _gpus(
     ("A100-80GB", (8, 0), 80, {"bf16": 312e12, "bandwidth": 2.039e12, "nvlink": 300e9, "network": 25e9}),
     ("A40", (8, 6), 45, {}),
     ("RTX-3090", (8, 6), 24, {}),
-    ("L4", (8, 9), 22.5, {}),
-    ("L40S", (8, 9), 45, {}),
+    ("L4", (8, 9), 22.5, {"bf16": 121e12}),
+    ("L40S", (8, 9), 45, {"bf16": 362e12}),
     ("RTX-4090", (8, 9), 24, {}),
     ("H100-80GB", (9, 0), 80, {"bf16": 989e12, "fp8": 1979e12, "bandwidth": 3.35e12, "nvlink": 450e9, "network": 50e9}),
     ("H200", (9, 0), 140, {"bf16": 989e12, "fp8": 1979e12, "bandwidth": 4.8e12, "nvlink": 450e9, "network": 50e9}),
@@ -87,7 +81,7 @@ def gpu_named(name: str, *, rated: bool = False) -> Gpu:
 
     Args:
         name: The name, such as H200, H100-80GB or H100.
-        rated: Accept only GPUs whose rates are listed.
+        rated: Accept only GPUs all of whose rates are listed.
 
     >>> gpu_named("a100-40gb").name, gpu_named("A100").name, gpu_named("v100").name
     ('A100-40GB', 'A100-80GB', 'V100-32GB')
@@ -95,45 +89,11 @@ def gpu_named(name: str, *, rated: bool = False) -> Gpu:
     Traceback (most recent call last):
     dither.errors.UserError: There is no GPU 'h300' (did you mean 'h200'?) in the list: a100, h100, h200, b200.
     """
-    known = {key: gpu for key, gpu in GPUS.items() if gpu.bf16 or not rated}
-    listed_last = sorted(known.items(), key=lambda item: item[1].bf16 > 0)
+    known = {key: gpu for key, gpu in GPUS.items() if gpu.network or not rated}
+    listed_last = sorted(known.items(), key=lambda item: item[1].network > 0)
     short = {key.partition("-")[0]: gpu for key, gpu in listed_last if not key.startswith("rtx")}
     if (found := known.get(name.lower()) or short.get(name.lower())) is not None:
         return found
     names = list(short) if rated else [gpu.name for gpu in known.values()]
     hint = did_you_mean(name.lower() if rated else name, names)
     raise UserError(f"There is no GPU {name!r}{hint} in the list: {', '.join(names)}.")
-
-
-# This machine ---------------------------------------------------------------------------------------------------------
-
-
-def best_device() -> str:
-    """Return "cuda" if torch finds a GPU, else "cpu"."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def gpus_here() -> tuple[Gpu, ...]:
-    """Return the GPUs that torch finds."""
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return tuple(Gpu(each.name, (each.major, each.minor), each.total_memory) for each in found)
-
-
-def cpu_here() -> Gpu:
-    """Return this machine's CPU, with the memory of the machine, or 0 if the system does not say it."""
-    pages = hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names
-    return Gpu("cpu", None, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if pages else 0)
-
-
-def bf16_slowdown() -> float:
-    """Return the time of a BF16 product over that of a float32 one on this CPU."""
-    times = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        a = torch.ones(SIDE, SIDE, dtype=dtype)
-        best = float("inf")
-        for _ in range(TRIES):
-            began = time.perf_counter()
-            a @ a
-            best = min(best, time.perf_counter() - began)
-        times[dtype] = best
-    return times[torch.bfloat16] / times[torch.float32]
