@@ -17,7 +17,6 @@ from torch import Tensor
 from dither.errors import UserError
 from dither.ops import storage
 from dither.ops.backend import implementation
-from dither.ops.reference import transforms
 from dither.ops.reference.loss import gradients_like
 from dither.ops.reference.matmul import Operand
 from dither.ops.reference.sampling import LN2, pow2, to_dtype
@@ -148,7 +147,8 @@ def _empty_transform(x: Tensor, transform: str, axis: int) -> Tensor:
 @operator(_empty_transform)
 def _transform_op(x: Tensor, transform: str, axis: int, place: Tensor | None, after: Tensor | None) -> Tensor:
     """Return the matrix x, transformed along `axis` and padded, in float32; see `reference.transforms`."""
-    return transforms.transform(x, Hadamard.parse(transform), axis, place)
+    code = implementation("transforms", x.device, "auto")
+    return code.transform(x, Hadamard.parse(transform), axis, place)  # type: ignore[no-any-return]
 
 
 @custom_operator(lambda x: x.new_empty((), dtype=torch.float32))
