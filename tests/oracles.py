@@ -88,13 +88,6 @@ def decode(name: str, codes: np.ndarray) -> np.ndarray:
     return gfloat.decode_ndarray(gfloat_format(name), codes.astype(np.int64))
 
 
-def decode_ml(name: str, codes: np.ndarray) -> np.ndarray:
-    """float64 values of codes, by ml_dtypes (or numpy, for the types it has itself)."""
-    kind = ML_DTYPES[name]
-    width = np.dtype(kind).itemsize
-    return widen(codes.astype(f"u{width}").view(kind))
-
-
 def encode(name: str, values: np.ndarray) -> np.ndarray:
     """int64 codes of values of the format (NaN only where it has one), by gfloat or two's complement."""
     if name in INTEGERS:

@@ -157,6 +157,23 @@ def check_both(x: Tensor, cast: Cast, offset: tuple[int, int] = (0, 0), containe
     )
 
 
+def check_values(x: Tensor, cast: Cast, offset: tuple[int, int] = (0, 0), amax: Tensor | None = None) -> int:
+    """Codes times the scales of their groups, of one layout and of both, and that they are what codes stand for."""
+    draw, wrong = draw_for(x, cast.round, offset), 0
+    for axes in ((1,), (0,), (1, 0)):
+        (wanted, tensor), (found, tensor_found) = (
+            code.quantize_values(x, cast, axes, draw, amax) for code in (quantize, kernel_quantize)
+        )
+        wrong += differing(tensor, tensor_found) + sum(map(differing, wanted, found))
+        for axis, numbers in zip(axes, wanted, strict=True):
+            values, scale, outer = quantize.quantize(x, cast, axis, draw, amax, cast.element)
+            wrong += differing(outer, tensor)
+            one = torch.ones_like(outer)
+            decoded = quantize.dequantize(values, scale, one, cast, tuple(x.shape), axis, torch.bfloat16)
+            wrong += differing(decoded, numbers)
+    return wrong
+
+
 def check_apart(x: Tensor, along: Cast, across: Cast) -> int:
     """Two casts, one per layout."""
     found = (code.quantize_apart(x, along, across) for code in (quantize, kernel_quantize))
@@ -419,12 +436,7 @@ HYPER_ROWS = [[1e-2, 0.9, 0.95, 1e-8, 0.1, 1.0, 1.0], [3e-3, 0.8, 0.999, 1e-12, 
 
 
 def gradients_of(
-    pieces: Sequence[Piece],
-    dtype: torch.dtype,
-    seed: int,
-    mini: bool,
-    special: Sequence[float],
-    numbers: Numbers = hard_values,
+    pieces: Sequence[Piece], dtype: torch.dtype, seed: int, mini: bool, special: Sequence[float], numbers: Numbers = hard_values
 ) -> list[Tensor]:
     """Hard values, `special` ones among them; for Adam-mini multiples of 2^-4, whose squares add up exactly in any order."""
     found = []

@@ -11,9 +11,10 @@ from dither.commands.train import resolve, summary
 from dither.models import open_model
 from dither.spec.gpus import GPUS
 from dither.train import config as configs
-from dither.train.config import Config, describe
+from dither.train.config import Config, Precision, describe, dumps
 from dither.train.loop import Outcome
 from dither.train.records import Progress
+from dither.train.resume import resolved
 
 SMALL = ("data.sequence=16", "data.batch=4", "run.steps=2", "run.log_every=1", "run.eval_sequences=2", "run.device=cpu")
 
@@ -198,4 +199,16 @@ def test_fast_takes_what_was_measured_and_leaves_what_is_set(
     assert (found.mode, found.recipe, found.output, found.plan) == ("o1", None, None, "plan.json")
     assert cli.main([*words, "data.batch=64"]) == 0  # more than fits as it is
     assert (begun[-1].precision.states, begun[-1].precision.hold) != (None, "both")
-    assert cli.main([*words, "--resume", "--out", str(tmp_path)]) == 2
+    # precision.recipe=auto means the same, and a run that resumes keeps what it has chosen.
+    by_field = [word for word in words if word != "--fast"] + ["precision.recipe=auto", "data.batch=64"]
+    assert cli.main(by_field) == 0
+    assert begun[-1] == begun[-2]
+    (tmp_path / "config.toml").write_text(dumps(begun[-1]))
+    monkeypatch.setattr("dither.tools.recommend.gpus_here", lambda: (GPUS["a100-40gb"],))
+    (tmp_path / "run.toml").write_text('[precision]\nrecipe = "auto"')
+    capsys.readouterr()
+    assert cli.main(["train", str(tmp_path / "run.toml"), *by_field[1:], "--resume=auto", "--out", str(tmp_path)]) == 0
+    assert begun[-1].precision == begun[-2].precision
+    assert "Fast on" not in capsys.readouterr().out
+    with pytest.raises(UserError, match="fastest_config"):
+        resolved(Config(precision=Precision(recipe="auto")))

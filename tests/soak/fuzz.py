@@ -224,7 +224,7 @@ def _model(folder: Path) -> Reader:
             open_model(folder / "model")
 
     gguf = b"GGUF\3\0\0\0" + (1).to_bytes(8, "little") * 2 + (20).to_bytes(8, "little") + b"general.architecture\x08\0\0\0"
-    return Reader(read, [config.read_bytes(), gguf], 0.0013)
+    return Reader(read, [config.read_bytes(), gguf], 0.0009)
 
 
 def _tokens(manifest: Path) -> Reader:
@@ -242,7 +242,7 @@ def _tokens(manifest: Path) -> Reader:
         tokens = open_tokens(manifest.parent, verify=True).train
         tokens.bytes_of(torch.from_numpy(tokens.read(0, len(tokens))))
 
-    return Reader(read, [shard.read_bytes()], 0.0013)
+    return Reader(read, [shard.read_bytes()], 0.0009)
 
 
 LOOPS = (b"{% for a in range(99999) %}", b"{% endfor %}", b"{% set n.a = n.a * 99 %}", b"{{ n.a }}", b"{{ 'a' * 99999999 }}")
@@ -281,8 +281,8 @@ def _chats(folder: Path, tokenizer: str) -> dict[str, Reader]:
         read()
 
     return {
-        "chat templates": Reader(of_template, [template], 0.0013, words=[*LOOPS]),
-        "settings of tokenizers": Reader(of_settings, [settings.encode()], 0.0013),
+        "chat templates": Reader(of_template, [template], 0.0009, words=[*LOOPS]),
+        "settings of tokenizers": Reader(of_settings, [settings.encode()], 0.0009),
     }
 
 

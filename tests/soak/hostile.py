@@ -16,7 +16,6 @@ import random
 import resource
 import shutil
 import signal
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -110,7 +109,7 @@ def attempt(case: Case, folder: Path, known: Good) -> str:
     arguments = case.make(box, known)
     before = _listing(known.text.parent)
     out, err = io.StringIO(), io.StringIO()
-    began = time.process_time()
+    began = sum(os.times()[:4])  # with the processes that it starts
     with _within(work), _bounded(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             code: object = cli.main(arguments)
@@ -118,7 +117,7 @@ def attempt(case: Case, folder: Path, known: Good) -> str:
             code = stop.code
         except BaseException:
             code = "an exception:\n" + traceback.format_exc(limit=-3)
-    spent = time.process_time() - began
+    spent = sum(os.times()[:4]) - began
     said = err.getvalue().splitlines()
     faults = []
     if case.cpu is not None and spent > case.cpu:
@@ -855,6 +854,21 @@ CPU = 5.0
 SLOW_TOKENIZERS = (r"(a+)+$", r"(\w+\s?)+$", r"(x+x+)+y", r"((\w|\s)*)*!")
 
 
+SLOW_TEMPLATES = {
+    "time": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "memory": "{% set n = namespace(a='a' * 999) %}{% for _ in range(9) %}{% set n.a = n.a * 9 %}{% endfor %}{{ n.a }}",
+    "one operation": "{{ 9 ** 9 ** 9 }}",
+    "much text": "{{ 'a ' * 9999999 }}",
+}
+
+SLOW_PICKLES = {
+    "a name that doubles": b"\x80\x04K\x01\x94" + b"".join(b"h%ch%c\x86\x94" % (i, i) for i in range(60)) + b"\x8c\x01a\x93.",
+    "a deep tuple": b"\x80\x04)" + b"\x85" * 100_000 + b".",
+    "a deep tuple as a key": b"\x80\x04})" + b"\x85" * 100_000 + b"K\x01s.",
+    "a huge memo": b"\x80\x04Nr\xff\xff\xff\x7f.",
+}
+
+
 def slow_plans() -> dict[str, Any]:
     """Return rules of plans, or bytes of a plan, that take long in a careless reader."""
     return {
@@ -922,6 +936,41 @@ def slow_cases() -> Iterator[Case]:
             return ["data", "prepare", str(box / "text.txt"), *out]
 
         yield Case(f"slow tokenizer: {expression}", tokenizer, codes=(0, 2), cpu=CPU)
+
+    for title, piece in SLOW_TEMPLATES.items():
+
+        def template(box: Path, known: Good, piece: str = piece) -> list[str]:
+            """Explode in long conversations only."""
+            from transformers import AutoTokenizer
+
+            AutoTokenizer.from_pretrained(known.model)  # to import what it needs takes seconds
+            shutil.copy(known.model / "tokenizer.json", box)
+            text = "{% if messages | length > 9 %}" + piece + "{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+            (box / "chat_template.jinja").write_text(text)
+            (box / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+            chat = {"messages": [{"role": role, "content": "a fox"} for role in ("user", "assistant") * 8]}
+            (box / "chat.jsonl").write_text(f"{json.dumps(chat)}\n" * 9)
+            return ["data", "prepare", str(box / "chat.jsonl"), "--kind=chat", "--out", str(box / "x"), "--tokenizer", str(box)]
+
+        yield Case(f"slow template: {title}", template, cpu=CPU)
+
+    def multiplied(box: Path, known: Good) -> list[str]:
+        whole = json.loads((known.model / "tokenizer.json").read_text())
+        longer = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
+        (box / "tokenizer.json").write_text(
+            json.dumps({**whole, "normalizer": {"type": "Sequence", "normalizers": [longer] * 6}})
+        )
+        return ["data", "prepare", str(known.text), "--out", str(box / "x"), "--tokenizer", str(box)]
+
+    yield Case("slow tokenizer: multiplies its text", multiplied, cpu=CPU)
+    yield Case("slow glob", lambda box, known: ["data", "prepare", "/**/**", "--out", str(box / "x")], cpu=CPU)
+    for title, pickled in SLOW_PICKLES.items():
+
+        def metadata(box: Path, known: Good, pickled: bytes = pickled) -> list[str]:
+            (box / ".metadata").write_bytes(pickled)
+            return [*_train()(box, known), "--from", str(box)]
+
+        yield Case(f"slow .metadata: {title}", metadata, cpu=CPU)
 
     def header(path: Path) -> None:
         entries = b",".join(b'"t%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % i for i in range(15_000))

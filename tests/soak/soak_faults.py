@@ -559,8 +559,7 @@ def faults_of_all_kinds(text: Path, folder: Path, count: int) -> list[Score]:
             finished = (out / "status.json").exists() and Status.load(out).state == "done"
             if finished and sum(done.values()) < count:  # more faults are due: go back to an earlier checkpoint
                 checkpoint.drop(
-                    out / "checkpoints",
-                    after=draw.choice([checkpoint.step_of(p) for p in steps(out / "checkpoints")][1:]),
+                    out / "checkpoints", after=draw.choice([checkpoint.step_of(p) for p in steps(out / "checkpoints")][1:])
                 )
         same = sha256(out, steps) == expected
         kinds = ", ".join(f"{number} {kind}" for kind, number in done.items())

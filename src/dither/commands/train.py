@@ -18,8 +18,9 @@ from dither.console import print_table
 from dither.data.settings import TOKENS
 from dither.errors import DitherError, UserError
 from dither.models.sizes import CHANGES, Model
-from dither.settings import override, toml, value_at
+from dither.settings import override, toml
 from dither.spec import registry
+from dither.spec.modes import AUTO
 from dither.train import config as configs
 from dither.train.config import CONFIG, Config
 
@@ -68,10 +69,12 @@ def train(
         nproc: Start N ranks on this machine, which share the run as [parallel] says; only rank 0 prints.
         fast: Choose what was measured to be fastest for this model on this GPU and fits: FP8 products, BF16 weights and states
             with stochastic rounding, an FP8 output layer, and options that save memory. Fields that you set stay as they are.
+            precision.recipe=auto does the same.
         fields: Print every field with its type, default and meaning, and do not train.
     """
     from dither.commands.launch import launch
     from dither.report.figures import line_images
+    from dither.tools.recommend import fastest_config
     from dither.train.loop import Outcome
     from dither.train.loop import train as run
     from dither.train.records import Progress
@@ -87,15 +90,14 @@ def train(
         raise UserError(f"The run is in {folder!r} or in --out {out!r}: name one folder.")
     settings = (*given, *sum(set, ()))
     config = resolve(file, data=sources, settings=settings, resume=how, start_from=start_from, out=out or folder)
-    if fast:
-        if resume or (resume_auto and os.path.isfile(Path(config.run.out) / CONFIG)):
-            raise UserError("A run that resumes keeps its precision: leave --fast out.")
-        chosen = _fastest(config)
-        settings = (*settings, *(f"{path}={toml(value)}" for path, value in chosen.items()))
-        config = override(config, values=chosen)
     if nproc is not None:
         config.parallel.sizes(nproc)
-        return launch(nproc, _words(file, sources, settings, how, start_from, out or folder))
+        return launch(nproc, _words(file, sources, settings, how, start_from, out or folder, fast=fast))
+    if fast or config.precision.recipe == AUTO:
+        stored = Path(config.run.out)
+        config, lines = fastest_config(config, _stored(stored) if how and os.path.isfile(stored / CONFIG) else None)
+        for line in lines if os.environ.get("RANK", "0") == "0" else ():
+            print(line)
     with Progress(sys.stdout, steps=config.run.steps) as progress:
 
         def tell(end: Outcome | DitherError) -> None:
@@ -107,31 +109,6 @@ def train(
         return run(config, resume=how, command=sys.argv, progress=progress, tell=tell, draw=line_images).code
 
 
-def _fastest(config: Config) -> dict[str, Any]:
-    """Return the fastest settings for the model and the GPU, without those that the config sets itself, and print them."""
-    from dither.tools.memory import GIB, StepPasses, shape_of_section
-    from dither.tools.recommend import cpu_here, fastest, gpus_here
-
-    model, data = config.model, config.data
-    shape = shape_of_section(model, model.vocab)
-    gpu = next(iter(gpus_here() if config.run.device != "cpu" else ()), cpu_here())
-    batch = data.micro_batch or data.batch
-    found = fastest(shape, gpu, StepPasses(batch=batch, sequence=data.sequence, number=data.batch // batch))
-    own, casts = Config(), (config.precision.plan, *config.precision.schedule)
-    taken = {
-        path: value
-        for path, value in found.settings.items()
-        if value_at(config, path) == value_at(own, path)
-        and not (path in ("precision.recipe", "precision.output") and any(casts))
-        and not (path == "precision.output" and config.snip.target is not None)
-    }
-    print(f"Fast on {gpu.name}: {' '.join(f'{path}={value}' for path, value in taken.items()) or 'nothing to change'}")
-    print(f"expected memory  {found.estimate.peak / GIB:.1f} of {gpu.usable / GIB:.1f} GiB{'' if found.fits else ': too much'}")
-    for reason in found.reasons:
-        print(f"why              {reason}")
-    return taken
-
-
 def _words(
     file: str | None,
     data: Sequence[str],
@@ -139,6 +116,8 @@ def _words(
     resume: bool | Literal["auto"],
     start_from: str | None,
     out: str | None,
+    *,
+    fast: bool = False,
 ) -> list[str]:
     """Return the arguments of `dither` on each rank.
 
@@ -148,7 +127,7 @@ def _words(
     words = ["train", *([] if file is None else [file])]
     for option, values in (("--data", data), ("--set", settings)):
         words += [option, *values] * bool(values)
-    words += {True: ["--resume"], "auto": ["--resume=auto"], False: []}[resume]
+    words += {True: ["--resume"], "auto": ["--resume=auto"], False: []}[resume] + ["--fast"] * fast
     plugins = [("--plugin", plugin.path) for plugin in registry.PLUGINS.values()]
     for option, value in (("--from", start_from), ("--out", out), *plugins):
         words += [] if value is None else [option, value]

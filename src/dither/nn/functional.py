@@ -13,7 +13,7 @@ one reading if both round to nearest with scales of groups.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,9 +39,9 @@ class Casting(NamedTuple):
     cast: str = ""
     """The cast, or "" for none."""
     stored: str = ""
-    """The cast as its codes are read: `cast` itself, or with e4m3 for a format that a GPU keeps in E4M3 codes."""
+    """The cast as its codes are read: `cast` itself, or with e4m3 for a format that a GPU keeps in E4M3 codes, or "bf16"."""
     container: str = ""
-    """The format of the codes, or "" for the cast's own."""
+    """The format of the codes, or "" for the cast's own; "bf16" for codes times the scales of their groups, as numbers."""
     stochastic: bool = False
     delayed: bool = False
     whole: bool = False
@@ -69,6 +69,10 @@ class Casting(NamedTuple):
     """The cast of the forward product, whose numbers this one casts again in backward; "" for the operand itself."""
     first_axis: int = 1
     """The axis of that cast."""
+    held: bool = False
+    """True if BF16 units multiply its codes times the scales of their groups: see `engines.held_by_bf16`."""
+    two_level: bool = False
+    """True if scales of groups are relative to a scale of the tensor: nvfp4."""
     square: bool = False
     """True if both layouts have the same codes, one byte each, and the same scales: a whole tensor, or square blocks."""
 
@@ -217,24 +221,31 @@ def make_settings(
     *,
     transposed: bool = False,
     emulate: bool = False,
-    verified: Iterable[str] = (),
+    verified: Collection[str] = (),
     levels: Levels = NO_LEVELS,
     memory: MemoryOptions = MemoryOptions(),  # noqa: B008 (frozen)
     gpu: bool,
 ) -> Settings:
     """Return what `linear` needs to know of a layer; `gpu` says whether codes are made for the matrix units of one."""
 
-    def casting(cast: Cast | None, family: Family | None, level: int) -> Casting:
+    units = gpu and not emulate
+
+    def casting(cast: Cast | None, family: Family | None, level: int, kept: bool) -> Casting:
         if cast is None:
             return Casting()
         if family is not None:
             return _casting(family.casts, family.container, level)
-        return _casting((cast,), engines.container(cast) if gpu and not emulate else cast.format)
+        if units and backend.has_bf16_units() and engines.held_by_bf16(cast, verified):
+            # What is multiplied at once comes as numbers. What is kept for backward or for a step is kept as codes.
+            made = _casting((cast,), cast.format)._replace(held=True)
+            codes = kept or not cast.kernel or cast.scaling.kind == "four_over_six"  # which is chosen by codes
+            return made if codes else made._replace(stored="bf16", container="bf16", whole=True)
+        return _casting((cast,), engines.container(cast) if units else cast.format)
 
     x, w, dy = (
         Castings(
-            casting(along, levels[operand].along, 2 * index),
-            casting(across, levels[operand].across, 2 * index + levels[operand].apart),
+            casting(along, levels[operand].along, 2 * index, operand == "weight"),
+            casting(across, levels[operand].across, 2 * index + levels[operand].apart, operand != "grad"),
         )
         for index, operand in enumerate(OPERANDS)
         for along, across in [precision.casts_of(operand)]
@@ -269,6 +280,7 @@ def _casting(casts: tuple[Cast, ...], container: str, level: int = -1) -> Castin
         transform=str(turn) if turn.size else "",
         width=turn.size,
         redrawn=turn.signs == "redrawn",
+        two_level=first.scaling.two_level,
         square=first.group.kind in ("tensor", "block")
         and not first.scaling.two_level
         and not turn.size
@@ -495,7 +507,7 @@ class _Products(torch.autograd.Function):
                 w = _cast_later(w, casting, 1 if settings.transposed else 0, levels, along.values, signs)
             operands = (along, settings.grad.along, w, casting)
             length = padded(dy.shape[1], settings.grad.along)
-            dx = product("input_grad", *operands, length, None, x_dtype, settings, ctx.name)
+            dx = product("input_grad", *operands, length, None, x_dtype, settings, ctx.name, dy)
         if across is not None:  # dw_NK = dy_NM (x_KM)^T, or its transpose
             if later.input == "swiglu":
                 x = _input_again(x, kept, settings.input, dy.shape[0], levels, across.values, x_dtype, signs)
@@ -505,7 +517,7 @@ class _Products(torch.autograd.Function):
             if settings.transposed:
                 left, right = right, left
             length = padded(dy.shape[0], settings.grad.across)
-            dw = product("weight_grad", *left, *right, length, None, w_dtype, settings, ctx.name)
+            dw = product("weight_grad", *left, *right, length, None, w_dtype, settings, ctx.name, dy)
         if need_bias:
             dbias = dy.sum(0, dtype=bias_dtype)
         return dx, dw, dbias, *[None] * 22
@@ -563,8 +575,14 @@ def product(
     dtype: torch.dtype,
     settings: Settings,
     name: str = "",
+    after: Tensor | None = None,
 ) -> Tensor:
-    """Return A B^T + bias of two operands with `length` columns; `which` product it is, and the layer's name for messages."""
+    """Return A B^T + bias of two operands with `length` columns; `which` product it is, and the layer's name for messages.
+
+    after: a tensor that is made in backward, so that a compiled graph decodes codes there and not in forward.
+    """
+    if _on_bf16_units(a, a_casting, b, b_casting, settings):
+        return _bf16_product(a, a_casting, b, b_casting, length, bias, dtype, after)
     # Fast accumulation in forward only, and only of what is FP8 by itself: gradients and FP4 sums keep all their bits.
     fast = which == "forward" and not a_casting.container and not b_casting.container
     if (
@@ -588,6 +606,47 @@ def product(
         length, bias, dtype, fast, settings.emulate, where, settings.verified,
     )  # fmt: skip
     return result
+
+
+def _on_bf16_units(a: Codes, a_casting: Casting, b: Codes, b_casting: Casting, settings: Settings) -> bool:
+    """Return True if torch's own product of BF16 numbers multiplies these operands."""
+    if settings.emulate or not a.values.is_cuda or not (a_casting.held or b_casting.held):
+        return False
+    return all(
+        casting.held or (not casting.cast and codes.values.dtype == torch.bfloat16)
+        for codes, casting in ((a, a_casting), (b, b_casting))
+    )
+
+
+def _bf16_product(
+    a: Codes,
+    a_casting: Casting,
+    b: Codes,
+    b_casting: Casting,
+    length: int,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    after: Tensor | None,
+) -> Tensor:
+    """Return the product of numbers that BF16 holds, in operations that a compiled graph joins with what follows.
+
+    A BF16 result is rounded before the scales of tensors are applied, and once more after.
+    """
+    left, right = (
+        codes.values
+        if not casting.cast or casting.container
+        else torch.ops.dither.decode(codes.values, codes.scale, casting.cast, codes.values.shape[0], length, after)
+        for codes, casting in ((a, a_casting), (b, b_casting))
+    )
+    y = torch.mm(left, right.T) if dtype == torch.bfloat16 else torch.mm(left, right.T, out_dtype=torch.float32)
+    scales = [codes.tensor_scale for codes, casting in ((a, a_casting), (b, b_casting)) if casting.two_level]
+    if not scales and bias is None:
+        return y if y.dtype == dtype else y.to(dtype)  # torch 2.11 compiles a `to` that does nothing to gradients of zero
+    result = y.float()
+    for scale in scales:
+        assert scale is not None
+        result = result * scale
+    return (result if bias is None else result + bias.float()).to(dtype)
 
 
 @assume_constant_result
@@ -650,6 +709,7 @@ def _input_codes(x_MK: Tensor, settings: Settings, state: State, learns: bool) -
         return OperandCodes(along, Codes(x_MK, given, place)), "cast"
     drawn = (0, place, across.row, across.column)
     prepare = functools.partial(prepared, casting=across, axis=0, signs=signs)
+    given = None if across.width or across.first else given
     values, scale, tensor = fused.again(x, across.cast, given, across.container, drawn, level, prepare)
     return OperandCodes(along, Codes(values.T, transposed_scale(scale), tensor)), ""
 
@@ -868,11 +928,14 @@ def cast_operand(
         values, scale, values_t, scale_t = torch.ops.dither.quantize_apart(x, casting.along.cast, casting.across.cast, "auto")
         return OperandCodes(Codes(values, scale), Codes(values_t.T, transposed_scale(scale_t)))
     # Magnitudes of earlier steps are for delayed scaling alone, and random bits for stochastic casts.
+    whole = Amax()
+    if along and across and casting.along.two_level and casting.across.two_level and not casting.shared and x.numel():
+        whole = Amax(fused.largest_magnitude(x.detach()))
     one, other = (
         cast_layouts(
             x,
             each,
-            amax if each.delayed else Amax(),
+            amax if each.delayed else Amax() if each.width or each.first else whole,
             place if each.stochastic else None,
             *asked,
             dtype,
@@ -903,14 +966,14 @@ def cast_layouts(
         return OperandCodes(Codes(x) if along else None, Codes(x.T) if across else None)
     if casting.first:
         return cast_layouts(
-            read_in_forward(x.detach(), casting), casting._replace(first=""), amax, place, along, across, None, level, signs
+            read_in_forward(x.detach(), casting), casting._replace(first=""), Amax(), place, along, across, None, level, signs
         )
     if casting.transform:
         bare, x = casting._replace(transform=""), x.detach()
 
         def turned(axis: int) -> OperandCodes:
             part = transformed(x, casting, axis, signs)
-            return cast_layouts(part, bare, amax, place, axis == 1, axis == 0, None, level)
+            return cast_layouts(part, bare, Amax(), place, axis == 1, axis == 0, None, level)
 
         return OperandCodes(turned(1).along if along else None, turned(0).across if across else None)
     if casting.shared:
@@ -921,8 +984,15 @@ def cast_layouts(
 
         shared = casting.shared, casting.shared_axis
         return OperandCodes(*scales.cast_part(x.detach(), casting.cast, amax.given, *shared, (along, across), cast))
-    if casting.measured and torch.compiler.is_compiling():
+    if (casting.measured or casting.container == "bf16") and torch.compiler.is_compiling():
         amax = Amax(_measured(x, casting, amax))
+    if casting.container == "bf16":
+        place_of = (place, casting.row, casting.column)
+        values, values_t, tensor = torch.ops.dither.quantize_values(
+            x.detach(), casting.cast, along, across, amax.given, *place_of, "auto"
+        )
+        outer = tensor if casting.two_level else None
+        return OperandCodes(Codes(values, None, outer) if along else None, Codes(values_t.T, None, outer) if across else None)
     drawn = (0, place, casting.row, casting.column)
     if casting.delayed and amax.largest is not None:
         values, scale, values_t, scale_t = torch.ops.dither.quantize_both_measured(
@@ -983,7 +1053,7 @@ def transposed_scale(scale: Tensor) -> Tensor:
 
 def _measured(x: Tensor, casting: Casting, amax: Amax) -> Tensor | None:
     """Return the largest magnitude that x is scaled by; for small groups None."""
-    if amax.given is not None or not casting.measured or not x.numel():
+    if amax.given is not None or not (casting.measured or casting.two_level) or not x.numel():
         return amax.given
     return fused.largest_magnitude(x.detach())
 
@@ -993,7 +1063,8 @@ def _cast_later(
 ) -> Codes:
     """Cast (matrix, magnitude, place) in backward, along `axis`."""
     x, amax, place = source
-    x = prepared(x, casting, axis, signs, after)
+    if casting.width or casting.first:
+        x, amax = prepared(x, casting, axis, signs, after), None
     values, scale, tensor = torch.ops.dither.quantize_later(
         x, casting.cast, axis, amax, casting.container, place, casting.row, casting.column, level_of(levels, casting), after
     )

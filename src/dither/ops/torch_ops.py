@@ -190,7 +190,7 @@ def _operand(values: Tensor, scale: Tensor | None, tensor: Tensor | None, text: 
         scale = None
     elif scale is not None and scale.dtype != storage.scale_dtype(cast):
         scale = scale.view(storage.scale_dtype(cast))
-    return Operand(values, scale, tensor if cast.scaling.two_level else None, cast, length)
+    return Operand(values, scale, tensor if tensor is not None and tensor.numel() else None, cast, length)
 
 
 def cast_one(
@@ -269,6 +269,44 @@ def _quantize_op(
     return cast_one(x, cast, axis, amax, container, _draw_of(key, step, row, column), backend, level)
 
 
+def _empty_values(x: Tensor, cast: str, along: bool, across: bool) -> tuple[Tensor, Tensor, Tensor]:
+    one, other = (x.new_empty(x.shape if wanted else (0,), dtype=torch.bfloat16) for wanted in (along, across))
+    return one, other, x.new_empty(() if Cast.parse(cast).scaling.two_level else (0,), dtype=torch.float32)
+
+
+@operator(_empty_values)
+def _quantize_values_op(
+    x: Tensor,
+    cast: str,
+    along: bool,
+    across: bool,
+    amax: Tensor | None,
+    step: Tensor | None,
+    row: int,
+    column: int,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes times the scales of their groups in BF16, [R, C] each, and the scale of the tensor.
+
+    See `reference.quantize`. A layout that is not wanted is empty.
+    """
+    parsed = Cast.parse(cast)
+    code = implementation("quantize", x.device, backend, parsed)
+    axes = tuple(axis for axis, wanted in ((1, along), (0, across)) if wanted)
+    values, tensor = code.quantize_values(x, parsed, axes, _draw_of(0, step, row, column), amax)
+    nothing = x.new_empty(0, dtype=torch.bfloat16)
+    return values[0] if along else nothing, values[-1] if across else nothing, tensor
+
+
+@operator(lambda values, rows, length: values.new_empty((rows, length), dtype=torch.bfloat16))
+def _decode_op(values: Tensor, scale: Tensor, cast: str, rows: int, length: int, after: Tensor | None) -> Tensor:
+    """Return codes [rows, length] times the scales of their groups, in BF16, which holds them."""
+    parsed = Cast.parse(cast)
+    code = implementation("quantize", values.device, "auto", parsed)
+    scale, nothing = scale.view(storage.scale_dtype(parsed)), scale.new_empty(0, dtype=torch.float32)
+    return code.dequantize(values, scale, nothing, parsed, (rows, length), 1, torch.bfloat16)  # type: ignore[no-any-return]
+
+
 @custom_operator(lambda values, shape, dtype: values.new_empty(shape, dtype=dtype))
 def _dequantize_op(
     values: Tensor,
@@ -286,12 +324,12 @@ def _dequantize_op(
     return code.dequantize(values, scale, tensor_scale, parsed, tuple(shape), axis, dtype)  # type: ignore[no-any-return]
 
 
-def _empty_values(x: Tensor, cast: str, axis: int) -> Tensor:
+def _empty_like_values(x: Tensor, cast: str, axis: int) -> Tensor:
     layout = groups.values_layout(tuple(x.shape), Cast.parse(cast), axis)
     return layout.restore(torch.empty_like(layout.matrices(x)))
 
 
-@custom_operator(_empty_values)
+@custom_operator(_empty_like_values)
 def _fake_quantize_op(
     x: Tensor,
     cast: str,

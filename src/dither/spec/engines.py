@@ -36,6 +36,9 @@ INT8_CAPABILITY = (7, 5)
 SIXTEEN_BITS: dict[Literal["bf16", "fp16"], tuple[int, int]] = {"bf16": (8, 0), "fp16": (7, 0)}
 """Compute capabilities of the first GPUs with 16-bit units: Ampere and Volta. The first units that hold both operands win."""
 
+LARGEST_HELD = 32
+"""Groups up to this size are cast to BF16 numbers by one kernel, which holds whole groups of both directions."""
+
 VERIFIABLE = ("fp8-tensor", "fp8-row", "fp8-group", "mxfp8", "mxfp4", "nvfp4")
 """Native units that are used only if they were tested: by this project, or by `dither doctor` on the user's machine."""
 
@@ -71,6 +74,18 @@ def container(cast: Cast) -> str:
     ('e4m3', 'e2m1')
     """
     return "e4m3" if cast.kernel and cast.format in CONTAINED and _fp8_scaling(cast) else cast.format
+
+
+def held_by_bf16(cast: Cast, verified: Collection[str] = ()) -> bool:
+    """Return True if BF16 holds every code times the scale of its group, and no tested units scale the groups themselves.
+
+    BF16 units then multiply these numbers: MX formats and NVFP4, whose scale of the tensor is applied to the product.
+
+    >>> [held_by_bf16(Cast.parse(text)) for text in ("nvfp4", "mxfp8", "e2m1 tile(128)", "e4m3")]
+    [True, True, False, False]
+    """
+    small = cast.group.kind in ("tile", "block") and cast.group.size <= LARGEST_HELD and not scales_inside(cast, "bf16")
+    return small and _exact(cast, "bf16") and _mx_kind(cast) not in verified
 
 
 def engine_for(

@@ -14,8 +14,10 @@ import torch
 from dither.errors import UserError
 from dither.models import PRESETS
 from dither.nn.linear import slowdown as slowdown_of
+from dither.settings import override, value_at
 from dither.spec import MemoryOptions
 from dither.spec.gpus import GIB, Gpu
+from dither.spec.modes import AUTO
 from dither.tools.memory import (
     Checkpointing,
     MemoryEstimate,
@@ -26,7 +28,9 @@ from dither.tools.memory import (
     estimate,
     largest_batch,
     shape_of,
+    shape_of_section,
 )
+from dither.train.config import Config
 
 Risk = Literal["none", "low", "high"]
 
@@ -238,6 +242,49 @@ def fastest(shape: Shape, gpu: Gpu, passes: StepPasses) -> Fastest:
         if fits := found.peak <= gpu.usable:
             break
     return Fastest(chosen, found, fits, tuple(reasons))
+
+
+FAST_FIELDS = (
+    "precision.mode",
+    "precision.recipe",
+    "precision.output",
+    *dict.fromkeys(path for more in LEANER for path in more),
+)
+"""The fields that `fastest` may set."""
+
+
+def fastest_config(config: Config, stored: Config | None = None) -> tuple[Config, list[str]]:
+    """Return a config with the fastest settings for its model on this machine, and lines that say what they are and why.
+
+    Fields that the config sets stay as they are; precision.recipe="auto" counts as not set.
+
+    Args:
+        config: The config of a run.
+        stored: The config of the run that resumes, whose choices are kept.
+    """
+    default = Config()
+    if config.precision.recipe == AUTO:
+        config = replace(config, precision=replace(config.precision, recipe=None))
+    open_fields = [path for path in FAST_FIELDS if value_at(config, path) == value_at(default, path)]
+    if config.precision.plan or config.precision.schedule:
+        open_fields = [path for path in open_fields if path not in ("precision.recipe", "precision.output")]
+    if config.snip.target is not None:
+        open_fields = [path for path in open_fields if path != "precision.output"]
+    if stored is not None:
+        return override(config, values={path: value_at(stored, path) for path in open_fields}), []
+    model, data = config.model, config.data
+    gpu = next(iter(gpus_here() if config.run.device != "cpu" else ()), cpu_here())
+    batch = data.micro_batch or data.batch
+    passes = StepPasses(batch=batch, sequence=data.sequence, number=data.batch // batch)
+    found = fastest(shape_of_section(model, model.vocab), gpu, passes)
+    taken = {path: value for path, value in found.settings.items() if path in open_fields}
+    memory = f"{found.estimate.peak / GIB:.1f} of {gpu.usable / GIB:.1f} GiB{'' if found.fits else ': too much'}"
+    lines = [
+        f"Fast on {gpu.name}: {' '.join(f'{path}={value}' for path, value in taken.items()) or 'nothing to change'}",
+        f"expected memory  {memory}",
+        *(f"why              {reason}" for reason in found.reasons),
+    ]
+    return override(config, values=taken), lines
 
 
 def _setting(chosen: Mapping[str, Any]) -> Setting:

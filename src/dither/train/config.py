@@ -6,6 +6,7 @@ The sentence under each field is its documentation and its help on the command l
 import math
 import os
 import re
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -44,6 +45,9 @@ BITWIDTHS = "bitwidths.json"
 
 SAMPLING_KEY = "precision.sampling"
 """An optional section of its own."""
+
+RECIPE_NAMES: Mapping[str, object] = ChainMap({AUTO: None}, NAMES)  # type: ignore[arg-type]
+"""The values of precision.recipe, those of plugins included."""
 
 Beta = Annotated[float, Within(0, 1, open_above=True)]
 
@@ -110,8 +114,9 @@ class Precision:
     mode: Annotated[str, OneOf((AUTO, *MODES))] = AUTO
     """Dtypes of parameters and states: fp32, o1, o2, o2-split, bf16-rn, bf16-sr, bf16-kahan, bf16-24, fp16 or fp16-o2; by
     default o1 (BF16 autocast) on a GPU with BF16 units, fp32 elsewhere, or the mode that the recipe needs."""
-    recipe: Annotated[str, OneOf(NAMES)] | None = None
-    """Recipe for the casts of linear layers, such as fp8-block, or its alias blockwise; by default no casts."""
+    recipe: Annotated[str, OneOf(RECIPE_NAMES)] | None = None
+    """Recipe for the casts of linear layers, such as fp8-block, or its alias blockwise; by default no casts. With "auto",
+    `dither train` chooses this and related fields as --fast does, and stores its choice."""
     plan: str | None = None
     """Or the file of a plan."""
     schedule: tuple[tuple[int | float, str], ...] = ()
@@ -141,7 +146,7 @@ class Precision:
 
     def __post_init__(self) -> None:
         check("precision", self)
-        if self.recipe is not None:
+        if self.recipe not in (None, AUTO):
             object.__setattr__(self, "recipe", recipe_name(self.recipe))
         if self.mode == AUTO:  # the checks are those of the mode that it becomes
             object.__setattr__(self, "output", self.resolved(bf16=True).output)
@@ -153,7 +158,7 @@ class Precision:
             )
         if self.schedule:
             self._check_schedule()
-        elif self.recipe is not None and self.recipe not in MEASURED:
+        elif self.recipe is not None and self.recipe not in (AUTO, *MEASURED):
             self._check_plan(f"precision.recipe={self.recipe!r}", recipe(self.recipe))
         if self.measured:
             if MODES[self.mode].plan.compute != "bf16":
@@ -227,7 +232,7 @@ class Precision:
     @property
     def entries(self) -> tuple[tuple[int | float, str], ...]:
         """The schedule, or one entry for the recipe or the plan; an empty text means the plan of the mode."""
-        return self.schedule or ((0, self.plan or self.recipe or ""),)
+        return self.schedule or ((0, self.plan or (self.recipe if self.recipe != AUTO else None) or ""),)
 
     @property
     def memory(self) -> MemoryOptions:
@@ -565,10 +570,17 @@ class Config:
 
     def _check_effects(self) -> None:
         """Raise if a field differs from its default and has no effect, since another one is missing."""
+        scaled = ("precision.mode='fp16'", self.precision.dtypes.plan.loss_scaling)
+        skips = ("guard.nonfinite='skip'", self.guard.nonfinite == "skip")
         needs = {
             "lora": ("lora.rank", self.lora.rank is not None),
             "snip": ("snip.target", self.snip.target is not None),
-            "loss_scaling": ("precision.mode='fp16'", self.precision.dtypes.plan.loss_scaling),
+            "loss_scaling": scaled,
+            "guard.overflow_share": scaled,
+            "guard.most_skips": skips,
+            "guard.skip_share": skips,
+            "guard.spike_": ("guard.spike", self.guard.spike != "ignore"),
+            "guard.most_rollbacks": ("guard.spike='rollback'", self.guard.spike == "rollback"),
             "optim.decay": ("optim.schedule='wsd'", self.optim.schedule == "wsd"),
             "monitor": ("monitor.every", self.monitor.every > 0),
         }

@@ -15,6 +15,7 @@ from dither.data import is_prepared
 from dither.data.tokenizer import TOKENIZER
 from dither.errors import UserError
 from dither.settings import differences
+from dither.spec.modes import AUTO
 from dither.spec.recipes import recipe_name
 from dither.train.config import Config
 
@@ -52,6 +53,11 @@ def resolved(config: Config) -> Config:
     >>> found.model.preset, found.precision.mode
     ('tiny', 'fp32')
     """
+    if config.precision.recipe == AUTO:
+        raise UserError(
+            "precision.recipe='auto' stands for what `dither train` chooses for the model and the GPU: in Python, call "
+            "dither.tools.recommend.fastest_config(config) first."
+        )
     gpu = config.run.device != "cpu" and torch.cuda.is_available()
     precision = config.precision.resolved(bf16=gpu and torch.cuda.is_bf16_supported(including_emulation=False))
     config = replace(config, model=replace(config.model, preset=config.model.size), precision=precision)

@@ -203,7 +203,9 @@ class Trainer:
         optimizer, passes = self.training.optimizer, self.passes
         for group in optimizer.param_groups:
             group["lr"] = self.lr
-        torch.manual_seed((self._dropout + self.done) % (1 << 63))
+        # On a CPU, torch.manual_seed would also queue the seed for a GPU, with a stack trace: milliseconds, and memory.
+        seed = torch.manual_seed if self.ranks.device.type == "cuda" else torch.default_generator.manual_seed
+        seed((self._dropout + self.done) % (1 << 63))
         released = nullcontext() if optimizer.released is None else optimizer.released.enabling()
         with nullcontext() if self.signals is None else self.signals.abandoned(GRACE), released:
             total = passes.gradients(batch, self.done)

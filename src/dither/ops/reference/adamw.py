@@ -31,8 +31,9 @@ NaN has low = 0, so it stays NaN.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy
@@ -191,8 +192,9 @@ def prepare(
     steps += active.long() * (1 - skip)
     skipped += skip
     t = steps.clamp(min=1)  # rows that are not active are not used
-    size = torch.div(lr.float(), (1 - _power(beta1, t)).float()) * 2.0**-48
-    root = _sqrt((1 - _power(beta2, t)).float())
+    rest1, rest2 = (1 - _power(torch.stack([beta1, beta2]), t)).float()
+    size = torch.div(lr.float(), rest1) * 2.0**-48
+    root = _sqrt(rest2)
     columns = [
         factor * sign.float(),
         beta1,
@@ -210,8 +212,8 @@ def prepare(
 
 def _power(base: Tensor, exponent: Tensor) -> Tensor:
     """Return base^exponent by squaring: products of float64 numbers round alike everywhere, unlike `pow`."""
-    result, exponent = torch.ones_like(base), exponent.clone()
-    for _ in range(32):
+    result = torch.ones_like(base)
+    for _ in range(int(exponent.max()).bit_length()):
         result = torch.where(exponent & 1 == 1, result * base, result)
         base, exponent = base * base, exponent >> 1
     return result
@@ -224,6 +226,18 @@ class Batch:
         self.pieces = tuple(pieces)
         self.update = update
 
+    @cached_property
+    def _large(self) -> list[tuple[int, list[Piece], int]]:
+        """Numbers of the pieces that are updated one at a time, the parts of each, and the rows of a part."""
+        return [(number, *_in_rows(piece)) for number, piece in enumerate(self.pieces) if not self._is_small(piece)]
+
+    @cached_property
+    def _small(self) -> tuple[list[int], Tensor]:
+        """Numbers of the other pieces, and the row of the constants of each of their elements, int64."""
+        numbers = [number for number, piece in enumerate(self.pieces) if self._is_small(piece)]
+        rows = [torch.full((self.pieces[number].w.numel(),), self.pieces[number].constants) for number in numbers]
+        return numbers, torch.cat([torch.empty(0, dtype=torch.int64), *rows]).to(self.pieces[0].w.device)
+
     def square_sum(self, grads: Sequence[Tensor]) -> Tensor:
         """Return the sum of the squares of the gradients, 0-d float64; it is finite if and only if all of them are."""
         return torch.stack([grad.double().square_().sum() for grad in grads]).sum()
@@ -235,32 +249,28 @@ class Batch:
         """
         if bool(skip):
             return
-        small: list[tuple[Piece, Tensor]] = []
-        for piece, grad in zip(self.pieces, grads, strict=True):
-            if piece.w.numel() <= SMALL and not self._by_coordinates(piece):
-                small.append((piece, grad))
-                continue
-            for part, g in _in_rows(piece, grad):
-                self._update(part, g, constants[piece.constants].unbind(), step)
-        if small:
+        for number, parts, height in self._large:
+            columns = constants[self.pieces[number].constants].unbind()
+            for part, g in zip(parts, torch.split(grads[number], height), strict=True):
+                self._update(part, g, columns, step)
+        numbers, rows = self._small
+        if numbers:
             # One update of all of them: vectors such as norms would take as long as matrices, one at a time.
-            pieces, flat = [piece for piece, _ in small], torch.cat([grad.flatten() for _, grad in small])
-            joined: dict[str, Any] = {
-                key: torch.cat([getattr(piece, key).flatten() for piece in pieces]) for key in _tensors(pieces[0])
-            }
-            rows = torch.tensor([piece.constants for piece in pieces], device=constants.device)
-            sizes = torch.tensor([piece.w.numel() for piece in pieces], device=constants.device)
-            columns = constants[rows].repeat_interleave(sizes, 0).t().contiguous().unbind()
-            self._update(replace(pieces[0], **joined), flat, columns, step)
-            for key, values in joined.items():
-                for piece, new in zip(pieces, torch.split(values, sizes.tolist()), strict=True):
-                    getattr(piece, key).copy_(new.view_as(piece.w))
+            pieces = [self.pieces[number] for number in numbers]
+            own = {key: [getattr(piece, key) for piece in pieces] for key in _tensors(pieces[0])}
+            joined: dict[str, Any] = {key: _flat(tensors) for key, tensors in own.items()}
+            columns = constants[rows].t().contiguous().unbind()
+            self._update(replace(pieces[0], **joined), _flat([grads[number] for number in numbers]), columns, step)
+            sizes = [piece.w.numel() for piece in pieces]
+            for key, tensors in own.items():
+                new = torch.split(joined[key], sizes)
+                torch._foreach_copy_(tensors, [part.view_as(x) for part, x in zip(new, tensors, strict=True)])
 
-    def _by_coordinates(self, piece: Piece) -> bool:
-        """Return True if the update of an element depends on its row and column: on random bits, or on its block."""
+    def _is_small(self, piece: Piece) -> bool:
+        """Return True if a piece is updated together with others: a few elements, each independent of its row and column."""
         update = self.update
         rounds = piece.w.dtype != torch.float32 and not update.master and update.weights == "stochastic"
-        return rounds or update.draws_states or update.in_blocks
+        return piece.w.numel() <= SMALL and not (rounds or update.draws_states or update.in_blocks)
 
     def _update(self, piece: Piece, grad: Tensor, constants: Sequence[Tensor], step: Tensor) -> None:
         """Update a piece in place, each operation rounded on its own; m and v are float32 states or copies of narrower ones."""
@@ -288,16 +298,19 @@ def _tensors(piece: Piece) -> dict[str, Any]:
     return {key: tensor for key, tensor in found.items() if tensor is not None}
 
 
-def _in_rows(piece: Piece, grad: Tensor) -> Iterator[tuple[Piece, Tensor]]:
-    """Yield a piece and its gradient, a large one a few rows at a time: rows are independent of each other."""
-    height = max(1, PART * torch.get_num_threads() // piece.w.shape[1])
-    if piece.w.is_cuda or height >= piece.w.shape[0]:
-        yield piece, grad
-        return
-    for first in range(0, piece.w.shape[0], height):
-        rows = slice(first, first + height)
-        parts = {key: tensor[rows] for key, tensor in _tensors(piece).items()}
-        yield replace(piece, **parts, row=piece.row + first), grad[rows]
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def _in_rows(piece: Piece) -> tuple[list[Piece], int]:
+    """Return a piece, a large one as parts of some rows, and their number of rows: rows are independent of each other."""
+    rows, columns = piece.w.shape
+    height = rows if piece.w.is_cuda else max(1, PART * torch.get_num_threads() // columns)
+    parts = [
+        replace(piece, **{key: x[first : first + height] for key, x in _tensors(piece).items()}, row=piece.row + first)
+        for first in range(0, rows, height)
+    ]
+    return parts, height
 
 
 class MiniBatch(Batch):

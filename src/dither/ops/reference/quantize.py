@@ -88,6 +88,26 @@ def quantize_apart(x: Tensor, along: Cast, across: Cast) -> tuple[Tensor, Tensor
     return values, scale, values_t, scale_t
 
 
+def quantize_values(
+    x: Tensor, cast: Cast, axes: tuple[int, ...], draw: Draw | None, given_amax: Tensor | None
+) -> tuple[list[Tensor], Tensor]:
+    """Return codes times the scales of their groups in BF16, cast along each of `axes`, and the scale of the tensor.
+
+    Each result is stored as [R, C], whichever axis was cast: BF16 units read both layouts. The scale of the tensor (empty but
+    for nvfp4) is left to the product. Example: nvfp4 of [6, 3, 0.1, 0] has the tensor scale 6 / 2688 and the values
+    [2688, 1344, 0, 0].
+    """
+    results, tensor = [], x.new_empty(0, dtype=torch.float32)
+    for axis in axes:
+        layout = grouping.layout_of(tuple(x.shape), cast, axis)
+        values, factors = _scaled_values(x, cast, layout, draw, given_amax)
+        assert factors is not None
+        tensor = tensor if factors.tensor is None else factors.tensor
+        numbers = restored(values, scales.spread(factors.restore, layout), None, torch.bfloat16)
+        results.append(layout.restore(numbers.contiguous()))
+    return results, tensor
+
+
 def fake_quantize(x: Tensor, cast: Cast, axis: int, draw: Draw | None, given_amax: Tensor | None) -> Tensor:
     """Return `dequantize(quantize(x))` in x's dtype and shape, without storing codes."""
     layout = grouping.values_layout(tuple(x.shape), cast, axis)

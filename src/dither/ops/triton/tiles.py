@@ -111,6 +111,14 @@ def restored(value, restore, tensor, DTYPE: tl.constexpr, SCALED: tl.constexpr, 
 
 
 @triton.jit
+def saturated(product, DTYPE: tl.constexpr):
+    """Return products of finite values or NaN as DTYPE, as `restored` does, by the GPU's own minimum and maximum."""
+    LIMIT: tl.constexpr = 65504.0 if DTYPE == tl.float16 else 2.0**127 * (2.0 - 2.0 ** (-7 if DTYPE == tl.bfloat16 else -23))
+    below = tl.minimum(product, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return tl.maximum(below, -LIMIT, propagate_nan=tl.PropagateNan.ALL).to(DTYPE)
+
+
+@triton.jit
 def scaled_bits(x, multiply, S: tl.constexpr, MEASURE: tl.constexpr):
     """Return the bits of |x * multiply|. With MEASURE, `multiply` comes from the groups of x, and nothing overflows."""
     magnitude = tl.abs(x)
@@ -327,6 +335,43 @@ def cast_tile(
         if RAGGED:
             code = tl.where(((first + tl.arange(0, Q)) < length)[None, :], code, 0)
         store_packed(out_ptr, code, line, first, lines, stride_line, C.BITS, WORDS, P, Q)
+
+
+@triton.jit
+def tile_values(
+    x,
+    random,
+    tensor,
+    DTYPE: tl.constexpr,
+    F: tl.constexpr,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    E: tl.constexpr,
+    W: tl.constexpr,
+    P: tl.constexpr,
+    Q: tl.constexpr,
+    GP: tl.constexpr,
+    GQ: tl.constexpr,
+):
+    """Return x [P, Q] rounded to F, times the scales of its groups of GP x GQ, as DTYPE. The tensor's scale is left out."""
+    amax = largest(tl.reshape(tl.abs(x), [P // GP, GP, Q // GQ, GQ]), H.NATIVE)
+    multiply, restore, _ = group_factors(amax, tensor, S, E, W, True, H.NATIVE)
+    multiply, restore = spread(multiply, P, Q, GP, GQ), spread(restore, P, Q, GP, GQ)
+    E4M3: tl.constexpr = F.BITS == 8 and F.BIAS == 7 and not F.INTEGER
+    if E4M3 and H.NATIVE and H.KIND == "nearest" and S.KIND != "nvfp4":
+        value = (x * multiply).to(tl.float8e4nv).to(tl.float32)  # it saturates, and NaN stays NaN
+    elif H.NATIVE and not F.HAS_NAN and not F.INTEGER:
+        # The factor of a group with a NaN is NaN, and makes all of its numbers NaN.
+        magnitude = round_magnitude(limited(as_bits(tl.abs(x) * multiply), F), random, F, H)
+        value = as_float(magnitude | (as_bits(x) & SIGN))
+    else:
+        value = as_float(round_bits(scaled_bits(x, multiply, S, True), as_bits(x), random, F, H, True))
+    if H.NATIVE and S.KIND == "nvfp4":
+        return (value * restore).to(DTYPE)  # at most 6 * 448
+    elif H.NATIVE:
+        return saturated(value * restore, DTYPE)
+    else:
+        return restored(value, restore, 1.0, DTYPE, True, False, H.NATIVE)
 
 
 @triton.jit
