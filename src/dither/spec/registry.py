@@ -227,6 +227,12 @@ for _rule in (
     ScaleRule("fp32", about="largest magnitude / largest value, in float32", kernel=True),
     ScaleRule("pow2", about="OCP MX: a power of two, by the exponents of both", storage="pow2", kernel=True),
     ScaleRule("pow2_ceil", about="the smallest power of two that clips nothing", storage="pow2", kernel=True),
+    ScaleRule("pow2_round", about="the power of two nearest to that of fp32", storage="pow2", kernel=True),
+    ScaleRule("pow2_rtz", about="that of fp32, rounded down to a power of two", storage="pow2", kernel=True),
+    ScaleRule("mse", about="that of fp32 times 1 to 1/2, with the smallest squared error"),
+    ScaleRule("static", about="the number in brackets, one scale per tensor", arguments=1, kernel=True),
+    ScaleRule("four_over_six", about="nvfp4 for 6 or for 4, with the smaller squared error", storage="nvfp4", kernel=True),
+    ScaleRule("eden", about="MS-EDEN: nvfp4, corrected per n values and rounded stochastically", arguments=1, storage="nvfp4"),
     ScaleRule("nvfp4", about="E4M3 per group and float32 per tensor", storage="nvfp4", kernel=True),
     ScaleRule("delayed", about="float32, from the largest magnitudes of earlier steps", storage="delayed", kernel=True),
 ):
@@ -238,6 +244,9 @@ for _rounding in (
     RoundingRule("stochastic", about="either neighbour, unbiased", random=True, kernel=True),
 ):
     ROUNDINGS.add(_rounding)
+
+
+TRANSFORMS.add(Transform("hadamard", about="Hadamard matrix, after plain, fixed or redrawn signs", arguments=2))
 
 
 # Registering ----------------------------------------------------------------------------------------------------------
