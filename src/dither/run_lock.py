@@ -67,9 +67,11 @@ class RunLock:
             create: Create the folder if there is none.
         """
         while True:
+            made = False
             try:
                 if create:
                     self.folder.mkdir(parents=True, exist_ok=True)
+                    made = True
                 self.folder.stat()
                 if self.path.exists() and not self.path.is_file():
                     raise UserError(f"{str(self.path)!r} is not a regular file: remove it.")
@@ -82,7 +84,7 @@ class RunLock:
                     "process may write to it: wait until it ends, or stop it, or choose another folder with --out."
                 ) from None
             except OSError as error:
-                if create and isinstance(error, FileNotFoundError):
+                if made and isinstance(error, FileNotFoundError):
                     continue  # another process has just removed the folder
                 if error.errno in NO_LOCKS:
                     raise UserError(

@@ -599,7 +599,7 @@ TENSORS, INDEX = "rank-00000-00000.safetensors", "rank-00000.json"
 
 def _reforged(path: Path) -> None:
     """Give a checkpoint that was changed an index and a manifest in which every size and hash is right."""
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
         index, data = json.loads((path / INDEX).read_bytes()), (path / TENSORS).read_bytes()
         chunks = [data[at : at + CHUNK] for at in range(0, len(data), CHUNK)]
         index["files"][0]["chunks"] = [hashlib.sha256(chunk).hexdigest() for chunk in chunks]

@@ -62,6 +62,7 @@ FOUND = (
     f"--set 'guard.spike_window={10**30}'",
     "--set 'optim.max_norm=1e300'",
     "--set 'data.tokenizer=/proc/self/mem'",
+    "--out '/proc/x/y'",
     "train '{box}/pipe'",
     "precision.plan '{box}/to-zero'",
     f"--out {'x' * 5000!r:.40}",
