@@ -89,7 +89,7 @@ def computable(model: nn.Module) -> nn.Module:
 
 def has_units(dtype: torch.dtype) -> bool:
     """Return True if this CPU has matrix units for bfloat16 or float16."""
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     ops = torch.ops.mkldnn
     return bool(ops._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else ops._is_mkldnn_fp16_supported())
