@@ -133,15 +133,6 @@ class Chromium:
         for kind in ("mousePressed", "mouseReleased"):
             self.send("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **at)
 
-    def screenshot(self, path: Path, clip: dict | None = None) -> Path:
-        """Write a PNG of the whole page, or of a part of it."""
-        if clip is None:
-            size = self.send("Page.getLayoutMetrics")["cssContentSize"]
-            clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"]}
-        found = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip={"scale": 1, **clip})
-        path.write_bytes(base64.b64decode(found["data"]))
-        return path
-
     def pdf(self, path: Path) -> Path:
         """Write the printed page."""
         path.write_bytes(base64.b64decode(self.send("Page.printToPDF", printBackground=True)["data"]))

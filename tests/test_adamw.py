@@ -1,11 +1,8 @@
 """The update of AdamW: against torch's, against exactly rounded operations in numpy, and its roundings over many steps."""
 
 import copy
-import importlib.util
 import itertools
-import logging
 import math
-import warnings
 
 import numpy as np
 import oracles
@@ -30,33 +27,6 @@ def parameters(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.fl
 
 
 # Against torch --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.sampled(cover=1)
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999)])
-def test_float32_is_torch_adamw(weight_decay: float, betas: tuple[float, float]) -> None:
-    """100 steps of a changing learning rate; one parameter has no gradient in every third step, and counts its own steps."""
-    shapes = {"matrix": (33, 17), "row": (1, 50), "bias": (7,), "experts": (3, 5, 11), "scalar": ()}
-    ours, theirs = parameters(shapes), parameters(shapes)
-    options = {"lr": 1e-2, "betas": betas, "weight_decay": weight_decay, "eps": 1e-8}
-    mine = dither.optim.AdamW(ours.items(), **options)
-    torchs = torch.optim.AdamW(theirs.values(), **options)
-    generator = torch.Generator().manual_seed(1)
-    for step in range(100):
-        for optimizer in (mine, torchs):
-            optimizer.param_groups[0]["lr"] = 1e-2 * (0.5 + 0.5 * math.cos(step / 20))
-        for name, shape in shapes.items():
-            gradient = None if name == "bias" and step % 3 == 1 else torch.randn(shape, generator=generator)
-            ours[name].grad = theirs[name].grad = gradient
-        mine.step()
-        torchs.step()
-    for name in shapes:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-6, atol=1e-6)
-        for key in ("exp_avg", "exp_avg_sq"):
-            torch.testing.assert_close(mine.state[ours[name]][key], torchs.state[theirs[name]][key], rtol=1e-6, atol=1e-6)
-    assert int(mine.state[ours["bias"]]["step"]) == 67
-    assert int(mine.steps) == 100
 
 
 def test_clipping_is_that_of_torch() -> None:
@@ -195,31 +165,6 @@ def test_bias_corrections_of_many_steps() -> None:
 # What roundings do over many steps ------------------------------------------------------------------------------------
 
 
-def decayed(rounding: str | None, steps: int) -> Tensor:
-    """1024 second moments that start at 1, in bfloat16, after steps with gradients of zero."""
-    parameter = torch.zeros(16, 64, dtype=torch.bfloat16, requires_grad=True)
-    optimizer = dither.optim.AdamW([("w", parameter)], lr=1e-3, betas=(0.9, 0.9981), states="bf16", state_rounding=rounding)
-    parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.state[parameter]["exp_avg_sq"].fill_(1.0)
-    for _ in range(steps):
-        optimizer.step()
-    return optimizer.state[parameter]["exp_avg_sq"].double()
-
-
-def test_bfloat16_second_moments_decay_only_with_stochastic_rounding() -> None:
-    steps = 370
-    assert (decayed("nearest", 3) == 1.0).all()  # and so for ever: each step does the same
-    v = decayed(None, steps)  # stochastic is the default of bf16
-    # A rounding is unbiased, and moves y by less than a unit of its last place, at most 2^-7 y, so with a variance of at most
-    # 2^-16 y^2: the mean square grows by at most 1 + 2^-16 a step beside the decay, and the variance is below what follows.
-    beta2 = float(np.float32(0.9981))
-    expected = beta2**steps
-    deviation = expected * math.sqrt(((1 + 2.0**-16) ** steps - 1) / v.numel())
-    assert abs(v.mean().item() - expected) < 5 * deviation
-    assert expected < 0.5
-
-
 def test_stochastic_weights_are_unbiased_over_steps() -> None:
     """Steps far below half a unit of the last place: nearest stands still, stochastic weights move on average."""
     size, steps, lr = (64, 256), 50, 1e-4
@@ -254,100 +199,6 @@ def test_the_bits_of_the_two_moments_are_a_permutation_and_hardly_correlated() -
     assert BITS == 16
 
 
-# 8-bit states beside those of others ----------------------------------------------------------------------------------
-
-
-class Regression:
-    """Least squares with 8 x 512 weights; the inputs' sizes span ten to the power `span`, the second moments' its square."""
-
-    steps, lr = 120, 1e-2
-
-    def __init__(self, seed: int, span: float) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        sizes = 10.0 ** (span * (torch.rand(512, generator=generator) - 0.5))
-        self.inputs = torch.randn(self.steps, 16, 512, generator=generator) * sizes
-        self.wanted = torch.randn(8, 512, generator=generator) / sizes / 16
-        self.start = torch.randn(8, 512, generator=generator) * 0.02
-
-    def gradient(self, w: Tensor, step: int) -> Tensor:
-        x = self.inputs[step]
-        return (x @ (w - self.wanted).T).T @ x / 16
-
-    def train(self, optimizer_of: object) -> Tensor:
-        """The weights after all steps of an optimizer, which is made from the parameter."""
-        w = self.start.clone().requires_grad_()
-        optimizer = optimizer_of(w)
-        for step in range(self.steps):
-            w.grad = self.gradient(w.detach(), step)
-            optimizer.step()
-        return w.detach()
-
-    def distance(self, w: Tensor, exact: Tensor) -> float:
-        """From where float32 AdamW arrives, as a share of the way that it went."""
-        return ((w - exact).norm() / (exact - self.start).norm()).item()
-
-
-class BitsAndBytes:
-    """bitsandbytes' rule for 8-bit AdamW: blocks of 256 in memory order, scaled by their largest magnitude, to the nearest
-    value of its map; the update takes the moments as they are before."""
-
-    def __init__(self, w: Tensor, lr: float) -> None:
-        self.w, self.lr, self.t = w, lr, 0
-        self.m, self.v = torch.zeros_like(w, requires_grad=False), torch.zeros_like(w, requires_grad=False)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        self.t += 1
-        m = 0.9 * self.m + 0.1 * self.w.grad
-        v = 0.95 * self.v + 0.05 * self.w.grad.square()
-        left1, left2 = 1 - 0.9**self.t, math.sqrt(1 - 0.95**self.t)
-        self.w.mul_(1 - self.lr * 0.1).sub_(self.lr * left2 / left1 * (m / (v.sqrt() + 1e-8 * left2)))
-        self.m, self.v = self.rounded(m, True), self.rounded(v, False)
-
-    @staticmethod
-    def rounded(x: Tensor, signed: bool) -> Tensor:
-        blocks = x.reshape(-1, 256)
-        scale = blocks.abs().amax(1, keepdim=True).clamp(min=1e-30)
-        values = torch.from_numpy(oracles.dynamic_map(signed))
-        middles = (values[1:] + values[:-1]) / 2
-        return (values[torch.bucketize(blocks / scale, middles)] * scale).reshape(x.shape)
-
-
-SETTINGS = {"lr": Regression.lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-
-
-def ours(states: str) -> object:
-    return lambda w: dither.optim.AdamW([("w", w)], states=states, **SETTINGS)
-
-
-@pytest.mark.parametrize(("seed", "span"), [(0, 0.0), (1, 1.0)])
-def test_dynamic8_is_no_further_from_float32_than_bitsandbytes(seed: int, span: float) -> None:
-    problem = Regression(seed, span)
-    exact = problem.train(lambda w: torch.optim.AdamW([w], **SETTINGS))
-    assert problem.distance(problem.train(ours("fp32")), exact) < 1e-5
-    theirs = problem.distance(problem.train(lambda w: BitsAndBytes(w, Regression.lr)), exact)
-    mine = problem.distance(problem.train(ours("dynamic8")), exact)
-    assert 0 < mine <= theirs < 0.05, (mine, theirs)
-
-
-def test_dynamic8_is_no_further_from_float32_than_torchao() -> None:
-    if importlib.util.find_spec("torchao") is None:
-        pytest.skip("torchao is not installed")
-    logging.disable(logging.WARNING)  # of what is missing on this machine, which is no concern of ours
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import torchao.optim as torchao
-    finally:
-        logging.disable(logging.NOTSET)
-    problem = Regression(0, 1.0)
-    exact = problem.train(lambda w: torch.optim.AdamW([w], **SETTINGS))
-    with torch.compiler.set_stance("force_eager"):
-        theirs = problem.distance(problem.train(lambda w: torchao.AdamW8bit([w], **SETTINGS)), exact)
-    mine = problem.distance(problem.train(ours("dynamic8")), exact)
-    assert 0 < mine <= theirs < 0.05, (mine, theirs)
-
-
 # The dynamic 8-bit map -------------------------------------------------------------------------------------------------
 
 
@@ -363,18 +214,6 @@ def test_values_are_those_of_bitsandbytes(signed: bool) -> None:
     assert (np.abs(values - exact) <= 2 * np.spacing(np.abs(exact))).all()  # bitsandbytes' numbers, within two roundings
     assert values[255] == 1.0
     assert values[127 if signed else 0] == 0.0
-
-
-def test_values_are_those_of_bitsandbytes_by_its_own_code() -> None:
-    functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
-    for signed in (True, False):
-        theirs = functional.create_dynamic_map(signed).numpy()
-        assert (np.abs(state_maps.decode(CODES, signed).numpy() - theirs) <= 4 * np.spacing(np.abs(theirs))).all()
-
-
-@pytest.mark.parametrize("signed", [True, False])
-def test_every_value_is_its_own_nearest(signed: bool) -> None:
-    assert (state_maps.encode(state_maps.decode(CODES, signed), signed) == CODES).all()
 
 
 def numbers(signed: bool) -> np.ndarray:
@@ -551,20 +390,6 @@ def test_kahan_and_24_bits_convert() -> None:
     after = adamw.wide_weight(net[0].weight.detach(), optimizer.state[net[0].weight])
     assert (after - before).abs().max() <= 2.0**-16 * before.abs().max()
     assert optimizer.state[net[0].weight]["master_low"].dtype == torch.int8
-
-
-def test_24_bits_keep_steps_that_bfloat16_loses() -> None:
-    """Steps of 2^-12 of the weight: nearest loses all of them, 24 bits keep each to 2^-16."""
-    ends = {}
-    for name, options in {"nearest": {}, "split24": {"master": "split24"}}.items():
-        w = nn.Parameter(torch.full((4, 64), 1.0, dtype=torch.bfloat16))
-        optimizer = AdamW([("w", w)], lr=2.0**-12, weight_decay=0.0, weights="nearest", **options)
-        for _ in range(64):
-            w.grad = torch.ones_like(w)
-            optimizer.step()
-        ends[name] = w.detach().float()
-    assert (ends["nearest"] == 1).all()
-    assert torch.allclose(ends["split24"], torch.tensor(1 - 64 * 2.0**-12), atol=2.0**-8)
 
 
 def test_what_cannot_be_split() -> None:

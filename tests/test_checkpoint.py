@@ -814,10 +814,7 @@ def without(given: dict, key: str) -> dict:
         (lambda t, p: (t, p | {"optimizer": {"groups": [], "numbers": {}}}), "0 parameter groups"),
         (lambda t, p: (t, p | {"optimizer": {"groups": [1, 2, 3], "numbers": {}}}), "does not hold the parameters"),
         (lambda t, p: (t, p | {"optimizer": p["optimizer"] | {"numbers": {"99": {"x": 1}}}}), "parameter '99'"),
-        (
-            lambda t, p: (t, p | {"optimizer": p["optimizer"] | {"numbers": {NORM: {"x": 1}}}}),
-            "this optimizer keeps",
-        ),
+        (lambda t, p: (t, p | {"optimizer": p["optimizer"] | {"numbers": {NORM: {"x": 1}}}}), "this optimizer keeps"),
         (lambda t, p: (t, p | {"optimizer": p["optimizer"] | {"numbers": {NORM: 1}}}), "this optimizer keeps"),
         (
             lambda t, p: (t, p | {"optimizer": {"numbers": {}, "groups": [g | {"lr": "x"} for g in p["optimizer"]["groups"]]}}),

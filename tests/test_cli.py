@@ -77,11 +77,7 @@ def test_formats_lists_all_values_of_a_short_format(name, capsys):
 
 @pytest.mark.parametrize(
     ("name", "first", "last"),
-    [
-        ("bf16", "2^-133", "3.3895313892515355e+38"),
-        ("fp32", "2^-149", "3.4028234663852886e+38"),
-        ("e4m10", "2^-16", "255.875"),
-    ],
+    [("bf16", "2^-133", "3.3895313892515355e+38"), ("fp32", "2^-149", "3.4028234663852886e+38"), ("e4m10", "2^-16", "255.875")],
 )
 def test_formats_lists_the_ends_of_a_long_format(name, first, last, capsys):
     assert cli.main(["formats", name]) == 0
@@ -100,14 +96,7 @@ def test_an_unknown_format_is_one_line_and_exit_code_2(capsys):
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        [],
-        ["nothing"],
-        ["formats", "e4m3", "e5m2"],
-        ["doctor", "--elements", "many"],
-        ["doctor", "--bits"],
-        ["--versions"],
-    ],
+    [[], ["nothing"], ["formats", "e4m3", "e5m2"], ["doctor", "--elements", "many"], ["doctor", "--bits"], ["--versions"]],
     ids=" ".join,
 )
 def test_bad_arguments_are_exit_code_2(arguments, capsys):
@@ -197,11 +186,9 @@ def test_help(arguments, capsys):
         cli.main(arguments)
     assert stopped.value.code == 0
     words = " ".join(capsys.readouterr().out.split())
-    for expected in {
-        "--help": ["formats", "doctor", "--version"],
-        "formats": ["[NAME]", "eXmY"],
-        "doctor": ["--elements"],
-    }[arguments[0]]:
+    for expected in {"--help": ["formats", "doctor", "--version"], "formats": ["[NAME]", "eXmY"], "doctor": ["--elements"]}[
+        arguments[0]
+    ]:
         assert expected in words
 
 

@@ -9,17 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sweeps import examples
-from torch import nn
 
-import dither
 from dither import BitwidthLoss, Plan, Sampling, UserError, WeightDecay, cli, recipe
 from dither.data import corpus
-from dither.models import PRESETS
 from dither.models.sizes import Model
 from dither.optim import MODES
 from dither.settings import toml, types_of, value_at
-from dither.snip import Snip, SnipSettings
-from dither.spec.optimizer import BLOCKS
 from dither.train import trainer as trainers
 from dither.train.config import (
     Config,
@@ -151,11 +146,8 @@ def test_sentences_name_what_can_be_chosen():
     ("setting", "path", "value"),
     [
         ("optim.lr=3e-4", "optim.lr", 3e-4),
-        ("optim.lr = 1", "optim.lr", 1.0),
         ("optim.betas=[0.5, 0.6]", "optim.betas", (0.5, 0.6)),
         ("optim.optimizer=adam-mini", "optim.optimizer", "adam-mini"),
-        ('optim.optimizer="adam-mini"', "optim.optimizer", "adam-mini"),
-        ("precision.recipe=fp8-block", "precision.recipe", "fp8-block"),
         ("precision.sampling.parts=od", "precision.sampling.parts", "od"),
         ("run.compile=true", "run.compile", True),
         ("run.out=runs/a=b", "run.out", "runs/a=b"),
@@ -165,8 +157,6 @@ def test_sentences_name_what_can_be_chosen():
         ("data.sources=5", "data.sources", ("5",)),
         ("run.eval_every=1_000", "run.eval_every", 1000),
         ("data.sources=['a.txt', 'b.txt']", "data.sources", ("a.txt", "b.txt")),
-        ("model.preset=llama-134m", "model.preset", "llama-134m"),
-        ("guard.spike=rollback", "guard.spike", "rollback"),
         ('precision.sampling={parts="od", b_init=7, b_target=5}', "precision.sampling.b_init", 7.0),
     ],
 )
@@ -186,32 +176,21 @@ def test_overrides_are_checked_together_and_leave_the_rest():
 
 MISTAKES = [
     ("optim = 3", r"\[optim\] is a section"),
-    ("[[optim]]\nlr = 1", r"\[optim\] is a section"),
     ("[optimizer]\nlr = 1", r"no section 'optimizer' \(did you mean 'optim'\?\)"),
-    ("lr = 1", "no section 'lr'"),
     ("[optim]\nweigth_decay = 1", r"no key 'weigth_decay' \(did you mean 'weight_decay'\?\)"),
     ('[optim]\n"l\\nr" = 1', r"no key 'l\\nr'"),
     ('[optim]\nlr = "fast"', "optim.lr is a finite number, not 'fast'"),
-    ("[optim]\nlr = true", "optim.lr is a finite number"),
     ("[optim]\nlr = nan", "optim.lr is a finite number, not nan"),
-    ("[optim]\nlr = inf", "optim.lr is a finite number"),
     ("[optim]\nlr = 0", "optim.lr is a number above 0, not 0"),
-    ("[optim]\nlr = -1.0", "optim.lr is a number above 0"),
     ("[optim]\nlr = " + "9" * 400, "optim.lr is a finite number"),
     ("[optim]\nlr = " + "9" * 5000, "not TOML"),
     ("[optim]\nlr = 1979-05-27", "optim.lr is a finite number"),
     ("[optim]\nlr = 1999-99-99", "not TOML"),
-    ("[optim]\nlr = [1]", "optim.lr is a finite number"),
-    ("[optim]\nlr = {a = 1}", "optim.lr is a finite number"),
     ("[optim]\nlr = 1\nlr = 2", "not TOML"),
     ("[optim]\nmin_lr = 1", "optim.min_lr is a number of at least 0 and at most 0.003"),
     ("[optim]\nbetas = [0.9]", "optim.betas is a list of two numbers"),
-    ("[optim]\nbetas = 0.9", "optim.betas is a list of two numbers"),
     ("[optim]\nbetas = [0.9, 1.0]", "Each of optim.betas is a number of at least 0 and below 1"),
-    ("[optim]\nbetas = [0.9, '1']", "optim.betas is a list of two numbers"),
-    ("[optim]\neps = 0", "optim.eps"),
     ("[optim]\nschedule = 'cosin'", r"optim.schedule is one of .*did you mean 'cosine'"),
-    ("[optim]\nschedule = ['cosine']", "optim.schedule is one of"),
     ("[optim]\nschedule = 'wsd'\nwarmup = 0.5\ndecay = 0.6", "add up to"),
     ("[optim]\nwarmup = 100", "optim.warmup is a number of at least 0 and at most 1"),
     ("[optim]\noptimizer = 'sgd'", "optim.optimizer is one of adamw, adam-mini"),
@@ -220,84 +199,56 @@ MISTAKES = [
     ("[model]\nvocab = 1", "model.vocab is an integer of at least 2"),
     ("[model]\nhf = ''", "model.hf"),
     ("[data]\nsources = 'a.txt'", "data.sources is a list of texts"),
-    ("[data]\nsources = [1]", "data.sources is a list of texts"),
     ("[data]\nsources = ['']", "is empty"),
     ("[data]\nbatch = 8.0", "data.batch is an integer"),
     ("[data]\nbatch = 8\nmicro_batch = 3", "data.micro_batch=3 does not divide"),
     ("[data]\nheld_out = 1", "data.held_out is a number above 0 and below 1"),
-    ("[data]\nseed = -1", r"data.seed is an integer of at least 0 and below 2\^64"),
     ("[data]\nseed = 18446744073709551616", r"data.seed is an integer of at least 0 and below 2\^64"),
     ("[data]\nsequence = 0", "data.sequence is an integer of at least 1"),
     ("[precision]\nrecipe = 'fp8-blok'", "did you mean 'fp8-block'"),
     ("[precision]\nmode = 'o3'", "no precision.mode='o3'"),
     ("[precision]\nmode = 'fp32'\nrecipe = 'bf16'", "use the mode 'o1'"),
-    ("[precision]\nmode = 'fp32'\nrecipe = 'fp16'", "use the mode 'fp16'"),
     ("[precision]\nmode = 'o2'\nrecipe = 'bf16-pure'", "use the mode 'bf16-rn' or 'bf16-sr' or 'bf16-kahan'"),
     ("[precision]\nrecipe = 'fp8-block'\nplan = 'x'", "both set the casts"),
     ("[precision]\nstates = 'e9m9'", "no precision.states='e9m9'"),
     ("[precision]\ngradients = 'fp8'", "no precision.gradients='fp8'.*choose from fp32, bf16, bf16-sr"),
-    ("[precision]\ngradients = 1", "precision.gradients is a text"),
     ("[loss_scaling]\ninit_scale = 1e9", "loss_scaling.init_scale is a number above 0 and at most loss_scaling.max_scale"),
-    ("[loss_scaling]\ngrowth_interval = 1.5", "loss_scaling.growth_interval is an integer"),
     ("[loss_scaling]\nbackoff_factor = 2", "loss_scaling.backoff_factor is a number above 0 and below 1"),
     ("[loss_scaling]\ninitial_scale = 2", r"\[loss_scaling\] has no key 'initial_scale'"),
     ("[precision]\nstates = 'dynamic8'\n[optim]\noptimizer = 'adam-mini'", "adam-mini"),
     ("[precision]\nsampling = 1", r"\[precision.sampling\] is a section"),
     ("[precision.sampling]\nnois = 'uniform'", "did you mean 'noise'"),
     ("[precision.sampling]\nnoise = 'pink'", r"In \[precision.sampling\]: A Sampling's noise"),
-    ("[precision.sampling]\nnoise = ['uniform']", r"In \[precision.sampling\]"),
     ("[precision.sampling]\nb_init = 1", "exchange them"),
-    ("[precision.sampling]\nb_init = nan", r"In \[precision.sampling\]"),
-    ("[precision.sampling]\nparts = 're:('", r"In \[precision.sampling\]"),
-    ("[precision.sampling]\nguidance = [{kind = 'eval'}]", r"In \[precision.sampling\]"),
     ("[precision.sampling]\nguidance = [{kind = 'weight_decay', rat = 1}]", r"In \[precision.sampling\]"),
-    ("[precision.sampling]\nguidance = 1", r"In \[precision.sampling\]"),
     ("[precision]\nschedule = 'fp8-block'", r"precision.schedule is a list of \[step or share, recipe\]"),
-    ("[precision]\nschedule = [0, 'fp8-block']", "precision.schedule is a list of"),
-    ("[precision]\nschedule = [[0, 'fp8-block', 3]]", "precision.schedule is a list of"),
     ("[precision]\nschedule = [[0, 'fp8-blok']]", r"In precision.schedule: There is no recipe 'fp8-blok' \(did you mean"),
     ("[precision]\nschedule = [[1, 'fp8-block']]", "In precision.schedule: The first entry of a schedule begins at 0"),
     ("[precision]\nschedule = [[0, 'fp8-block'], [9, 'fp32'], [3, 'fp4-block']]", "In precision.schedule: .* ascend"),
     ("[precision]\nschedule = [[0, 'fp8-block'], [1.5, 'fp32']]", "a float from 0.0 to 1.0, not at 1.5"),
     ("[precision]\nschedule = [[0, 'fp8-block'], [500, 'fp32']]", "begins at step 500, and the last of 500 steps is 499"),
-    (
-        "[precision]\nmode = 'fp32'\nschedule = [[0, 'fp8-block'], [0.5, 'bf16']]",
-        "'bf16', which computes in bf16, and precision.mode='fp32'",
-    ),
+    ("[precision]\nmode = 'fp32'\nschedule = [[0, 'fp8-block'], [0.5, 'bf16']]", "'bf16', which computes in bf16"),
     ("[precision]\nschedule = [[0, 'fp8-block forward']]", "The first entry of precision.schedule sets all products"),
     ("[precision]\nrecipe = 'fp4-block'\nschedule = [[0, 'fp8-block']]", "precision.recipe='fp4-block' and precision.schedule"),
     ("[precision]\nplan = 'a.json'\nschedule = [[0, 'fp8-block']]", "precision.plan='a.json' and precision.schedule"),
     ("[precision]\nschedule = [[0, 'fp32']]\n[snip]\ntarget = 0.5", "SNIP chooses plans while an entry of precision.schedule"),
-    (
-        "[precision]\nschedule = [[0, 'fp8-block'], [105, 'fp8-row forward']]\n[snip]\ntarget = 0.5",
-        "with snip.start=100 and snip.delay=10",
-    ),
-    (
-        "[precision]\nmode = 'fp32'\nrecipe = 'fp8-auto'",
-        "fp8-auto compares FP8 with BF16, and precision.mode='fp32' computes in fp32",
-    ),
+    ("[precision]\nschedule = [[0, 'fp8-block'], [105, 'fp8-row forward']]\n[snip]\ntarget = 0.5", "with snip.start=100"),
+    ("[precision]\nmode = 'fp32'\nrecipe = 'fp8-auto'", "fp8-auto compares FP8 with BF16, and precision.mode='fp32'"),
     ("[precision]\ntimes = 'times.json'", "precision.times='times.json' has no effect without the recipe fp8-auto"),
     ("[guard]\nspike = 'explode'", "guard.spike is one of"),
     ("[guard]\nspike_factor = 1", "guard.spike_factor is a number above 1"),
     ("[guard]\nspike_window = 3", "do not fit"),
     ("[guard]\nskip_share = 2", "guard.skip_share is a number of at least 0 and at most 1"),
-    ("[guard]\nmost_skips = true", "guard.most_skips is an integer"),
-    ("[run]\nsteps = 0", "run.steps is an integer of at least 1"),
     ("[run]\nsteps = 2147483648", r"run.steps is an integer of at least 1 and below 2\^31"),
     ("[run]\nsteps = " + "9" * 4000, "run.steps is an integer of at least 1 and below"),
-    ("[run]\nseed = 1.5", "run.seed is an integer"),
     ("[run]\ncompile = 1", "run.compile is true or false"),
-    ("[run]\ncompile = 'yes'", "run.compile is true or false"),
     ("[run]\ndevice = 'tpu'", "run.device is auto, cpu, cuda"),
-    ("[run]\ndevice = 'cuda:x'", "run.device is auto, cpu, cuda"),
-    ("[run]\nout = ''", "run.out is the path"),
     ('[run]\nout = "a\\u0000b"', "run.out is the path"),
     ("[run]\nkeep_last = 0", "run.keep_last is an integer of at least 1"),
     ("[run]\n__class__ = 'x'", "no key '__class__'"),
     ("[run]\nout = " + "[" * 5000 + "]" * 5000, "TOML"),
     ("a" * 100000, "not TOML"),
     ("\0", "not TOML"),
-    ("[run", "not TOML"),
     ("[run]\nout = '''\n", "not TOML"),
 ]
 
@@ -331,21 +282,16 @@ def test_files_that_are_not_text(data, tmp_path):
     "setting",
     [
         "",
-        "lr=1",
         "optim.lr",
-        "optim.=1",
-        ".lr=1",
         "optim..lr=1",
         "optim.lr=",
         "optim.lr=1\nrun.steps=2",
-        "optim.lr=1\n[run]",
         "optim.lr=1 2",
         "optim.lr=__import__('os')",
         "optim.lr.x=1",
         "optim.nothing=1",
         "nothing.lr=1",
         "optim.lr=fast",
-        "optim=5.x",
         "precision.sampling.parts.x=1",
     ],
 )
@@ -377,15 +323,6 @@ def test_sections_are_checked_where_they_are_made():
 
 
 # Meaning --------------------------------------------------------------------------------------------------------------
-
-
-def test_presets_and_states_are_those_that_there_are():
-    assert Model().size == "tiny"
-    assert Model(hf="x").size is None
-    for name in PRESETS:
-        assert Model(preset=name).size == name
-    for name in BLOCKS:
-        Precision(states=name)
 
 
 def test_plans(tmp_path):
@@ -482,8 +419,6 @@ def test_schedules():
 
 IMPOSSIBLE = {
     "snip.pinned=['*.nothing=fp8']": "matches no layer",
-    "snip.pinned=['*.up_proj=fp3']": "is pinned to 'fp3'",
-    "snip.stages=[1,2]": "The stages 1,2 hold 3 blocks, and the model has",
     "snip.pinned=['*=fp8']": "the largest feasible one is 0",
     "snip.options='bf16,fp8' snip.target=0.9 snip.pinned=['*.down_proj=bf16']": "the largest feasible one is",
 }
@@ -499,20 +434,6 @@ def test_an_impossible_goal_is_an_error_before_the_model_is_built(settings, tmp_
     assert said.startswith("dither: error: In [snip]: ")
     assert IMPOSSIBLE[settings] in said
     assert not (tmp_path / "run").exists()
-
-
-def test_an_impossible_goal_in_a_loop_of_ones_own():
-    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
-    dither.convert(model, "fp8-block")
-    optimizer = dither.optim.AdamW(model.named_parameters())
-    for goal, said in (
-        ({"target": 0.5, "pinned": ("up=fp8",)}, "matches no layer"),
-        ({"target": 0.9, "pinned": ("0=fp8",)}, "the largest feasible one is 0.5"),
-        ({"target": 0.5, "stages": (1, 1, 1, 1)}, "they must cover it exactly"),
-    ):
-        with pytest.raises(UserError, match=said):
-            Snip(dither.Conversion.of(model), optimizer, SnipSettings(**goal))
-    Snip(dither.Conversion.of(model), optimizer, SnipSettings(target=0.5, pinned=("0=fp8",)))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ import tokenizers
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sweeps import examples
 from worlds import forked
 
 import dither.data as data
@@ -39,6 +42,14 @@ def one_sentence(error: pytest.ExceptionInfo[UserError]) -> str:
     assert "\n" not in message
     assert "Traceback" not in message
     return message
+
+
+@contextmanager
+def refused(words: str | None = None) -> Iterator[None]:
+    """Expect an error of one sentence."""
+    with pytest.raises(UserError, match=words) as error:
+        yield
+    one_sentence(error)
 
 
 @pytest.fixture
@@ -71,7 +82,6 @@ def test_the_default_corpus_is_the_standard_library():
     assert any(document.text == Path(json.__file__).read_text() for document in found)
     assert not any("/test/" in document.source or "site-packages" in document.source for document in found)
     assert set(skipped) <= {"a test", "empty"}
-    assert [document.text for document in data.documents()] == [document.text for document in found]
 
 
 def test_the_standard_library_without_tests_and_broken_files(tmp_path):
@@ -96,9 +106,8 @@ def test_the_standard_library_without_tests_and_broken_files(tmp_path):
         ("u.py", "a test"),
         ("zero.py", "empty"),
     ]
-    with pytest.raises(UserError, match="source code of the standard library is not in") as error:
+    with refused("source code of the standard library is not in"):
         list(texts.stdlib(root=tmp_path / "nowhere"))
-    one_sentence(error)
 
 
 def rows(field: str = "text") -> bytes:
@@ -164,9 +173,8 @@ def test_zstandard(tmp_path):
     assert [document.text for document in data.documents(str(path))] == DOCUMENTS
     for raw in (b"no frame at all" * 9, path.read_bytes()[:-30]):
         path.write_bytes(raw)
-        with pytest.raises(UserError, match=r"a\.txt\.zst.*truncated or not of the kind that its name says") as error:
+        with refused(r"a\.txt\.zst.*truncated or not of the kind that its name says"):
             list(data.documents(str(path)))
-        one_sentence(error)
 
 
 def test_parquet(tmp_path):
@@ -177,21 +185,18 @@ def test_parquet(tmp_path):
     parquet.write_table(pyarrow.table({"text": [None, *DOCUMENTS], "n": list(range(121))}), path)
     assert [document.text for document in data.documents(str(path))] == DOCUMENTS
     for field, words in (("body", "no column 'body'.*text, n"), ("n", "is int, not a string")):
-        with pytest.raises(UserError, match=words) as error:
+        with refused(words):
             list(data.documents(str(path), field=field))
-        one_sentence(error)
     whole = path.read_bytes()
     footer = whole.index(b"text") - 20
     for broken in (whole[:-100], whole[:footer] + bytes(16) + whole[footer + 16 :]):
         path.write_bytes(broken)
-        with pytest.raises(UserError, match="truncated or is not Parquet") as error:
+        with refused("truncated or is not Parquet"):
             list(data.documents(str(path)))
-        one_sentence(error)
     wrong = pyarrow.array([b"\xf4wo"], pyarrow.binary()).view(pyarrow.string())
     parquet.write_table(pyarrow.table({"text": wrong}), path)
-    with pytest.raises(UserError, match="has text that is not UTF-8") as error:
+    with refused("has text that is not UTF-8"):
         list(data.documents(str(path)))
-    one_sentence(error)
 
 
 @pytest.mark.parametrize(
@@ -203,9 +208,8 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, name, packages):
         monkeypatch.setitem(sys.modules, package, None)
     (tmp_path / "a.zst").write_bytes(b"")
     (tmp_path / "a.parquet").write_bytes(b"")
-    with pytest.raises(UserError, match=f"needs .*package {packages[-1]}: install") as error:
+    with refused(f"needs .*package {packages[-1]}: install"):
         list(data.documents(name if ":" in name else str(tmp_path / name)))
-    one_sentence(error)
 
 
 def test_hugging_face_datasets_are_streamed_by_name_split_and_field(monkeypatch):
@@ -231,16 +235,13 @@ def test_hugging_face_datasets_are_streamed_by_name_split_and_field(monkeypatch)
         ("hf:a:", "is 'hf:NAME'"),
         ("hf:broken", "no route.$"),
     ]:
-        with pytest.raises(UserError, match=words) as error:
+        with refused(words):
             list(data.documents(source))
-        one_sentence(error)
-    with pytest.raises(UserError, match=r"no field 'x' in row 0.*'text', 'body'") as error:
+    with refused(r"no field 'x' in row 0.*'text', 'body'"):
         list(data.documents("hf:some/set:train:x"))
-    one_sentence(error)
     module.__version__ = "3.6.0"
-    with pytest.raises(UserError, match=r"datasets 4 or newer, not 3\.6\.0") as error:
+    with refused(r"datasets 4 or newer, not 3\.6\.0"):
         data.documents("hf:some/set")
-    one_sentence(error)
 
 
 def test_a_dataset_that_save_to_disk_wrote_is_read_row_by_row(tmp_path):
@@ -255,9 +256,8 @@ def test_a_dataset_that_save_to_disk_wrote_is_read_row_by_row(tmp_path):
         ("saved", "x", "There is no column 'x'.*: it has text, body"),
         ("splits", "text", "/train', "),
     ):
-        with pytest.raises(UserError, match=words) as error:
+        with refused(words):
             data.documents(tmp_path / folder, field=field)
-        one_sentence(error)
     (tmp_path / "a.txt").write_text("three")
     left = []
     found = data.documents(tmp_path, skip=lambda where, why: left.append((Path(where).name, why)))
@@ -304,29 +304,24 @@ def test_bad_files(tmp_path, monkeypatch, name, raw, words):
         ("{}/*.nothing", "has no files"),
         ("{}/empty", "has no files"),
         ("/dev/zero", "neither a file nor a folder"),
-        ("{}/pipe", "neither a file nor a folder"),
         ("a\0b", "no file or folder|cannot be read"),
         ("x" * 5000, "no file or folder|cannot be read"),
         ("", "one or more strings"),
         ([], "one or more strings"),
         ([1], "one or more strings"),
-        (7, "one or more strings"),
-        (None, "one or more strings"),
     ],
 )
 def test_sources_that_are_not_there(tmp_path, source, words):
     (tmp_path / "empty").mkdir()
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UserError, match=words) as error:
+    with refused(words):
         data.documents(source.replace("{}", str(tmp_path)) if isinstance(source, str) else source)
-    one_sentence(error)
 
 
 def test_json_that_is_too_deep(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": ' + "[" * 100_000)
-    with pytest.raises(UserError, match="JSON in line 1") as error:
+    with refused("JSON in line 1"):
         list(data.documents(tmp_path / "a.jsonl"))
-    one_sentence(error)
 
 
 def test_lone_surrogates_are_left_out(tmp_path):
@@ -362,11 +357,10 @@ def test_the_split_has_its_share_and_grows_with_it():
         assert held <= {i for i in range(count) if data.is_held_out(str(i), 0.7)}
 
 
-@pytest.mark.parametrize("share", [0, 1, 0.0, 1.0, -0.1, 1.5, float("nan"), True])
+@pytest.mark.parametrize("share", [0, 1.0, 1.5, float("nan"), True])
 def test_a_share_lies_between_0_and_1(folder, tmp_path, share):
-    with pytest.raises(UserError, match="above 0 and below 1") as error:
+    with refused("above 0 and below 1"):
         data.prepare(str(folder), tmp_path / "tokens", held_out=share)
-    one_sentence(error)
     assert not (tmp_path / "tokens").exists()
 
 
@@ -384,9 +378,8 @@ def test_too_little_text(tmp_path, files, words):
     (tmp_path / "texts").mkdir()
     for name, content in files.items():
         (tmp_path / "texts" / name).write_text(content)
-    with pytest.raises(UserError, match=words) as error:
+    with refused(words):
         data.prepare(str(tmp_path / "texts"), tmp_path / "tokens")
-    one_sentence(error)
     assert [path.name for path in tmp_path.iterdir()] == ["texts"]
 
 
@@ -414,9 +407,8 @@ def test_bpe_is_trained_to_its_size_and_the_same_each_time(bpe):
     assert len(bpe.encode(DOCUMENTS[0])) < len(DOCUMENTS[0].encode()) / 2
     assert sorted(bpe.byte_lengths)[:2] == [0, 1]
     for size, words in ((256, "257"), (True, "257"), (100_000, "use more text")):
-        with pytest.raises(UserError, match=words) as error:
+        with refused(words):
             data.train_bpe(DOCUMENTS, size)
-        one_sentence(error)
 
 
 def test_special_tokens_in_a_text_are_text(bpe):
@@ -427,9 +419,8 @@ def test_special_tokens_in_a_text_are_text(bpe):
     assert data.BYTES.decode(torch.tensor([97, 256, 98, 0xC3])) == "ab\ufffd"
     for tokenizer in (bpe, data.BYTES):
         for wrong in ([-1], [tokenizer.vocab_size]):
-            with pytest.raises(UserError, match="The tokens of this tokenizer are 0 to") as error:
+            with refused("The tokens of this tokenizer are 0 to"):
                 tokenizer.decode(wrong)
-            one_sentence(error)
 
 
 def test_a_tokenizer_neither_truncates_nor_pads_nor_adds(bpe, tmp_path):
@@ -440,9 +431,8 @@ def test_a_tokenizer_neither_truncates_nor_pads_nor_adds(bpe, tmp_path):
     (tmp_path / "tokenizer.json").write_text(engine.to_str())
     assert data.load_tokenizer(tmp_path).encode(DOCUMENTS[3]) == bpe.encode(DOCUMENTS[3])
     assert data.load_tokenizer("bytes") == data.BYTES
-    with pytest.raises(UserError, match="The tokenizer of bytes has no token '</s>'") as error:
+    with refused("The tokenizer of bytes has no token '</s>'"):
         data.load_tokenizer("bytes", "</s>")
-    one_sentence(error)
 
 
 def changed(bpe: data.Tokenizer, **fields: object) -> str:
@@ -471,16 +461,13 @@ def test_hostile_tokenizers(bpe, tmp_path):
             data.load_tokenizer(path)
         assert str(path) in one_sentence(error)
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match="not UTF-8") as error:
+    with refused("not UTF-8"):
         data.load_tokenizer(path)
-    one_sentence(error)
     path.write_text(bpe.json)
-    with pytest.raises(UserError, match="no end token '<stop>'") as error:
+    with refused("no end token '<stop>'"):
         data.load_tokenizer(path, "<stop>")
-    one_sentence(error)
-    with pytest.raises(UserError, match="no tokenizer") as error:
+    with refused("no tokenizer"):
         data.load_tokenizer(tmp_path / "nowhere.json")
-    one_sentence(error)
 
 
 # Prepared tokens
@@ -491,6 +478,7 @@ def stream(documents: list[str], tokenizer: data.Tokenizer) -> list[int]:
     return [token for document in documents for token in (*tokenizer.encode(document), tokenizer.end)]
 
 
+@pytest.mark.sampled(cover=1)
 @pytest.mark.parametrize("shard", [1, 17, 1000, 1 << 27])
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
 def test_shards_hold_the_stream_of_all_documents(folder, tmp_path, bpe, kind, shard):
@@ -509,9 +497,8 @@ def test_shards_hold_the_stream_of_all_documents(folder, tmp_path, bpe, kind, sh
         for start, count in ((0, 0), (3, 5), (len(whole) - 4, 4), (len(whole), 0), (1, len(whole) - 2)):
             assert part.read(start, count).tolist() == whole[start : start + count]
         for start, count in ((0, len(whole) + 1), (-1, 2), (len(whole), 1), (5, -1)):
-            with pytest.raises(UserError, match="end at") as error:
+            with refused("end at"):
                 part.read(start, count)
-            one_sentence(error)
     again = data.open_tokens(tmp_path / "tokens", verify=True)
     assert again.tokenizer == tokenizer
     assert again.sha256 == corpus.sha256
@@ -564,20 +551,16 @@ def test_what_is_there_is_not_overwritten(folder, corpus, tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for out in (corpus.folder, tmp_path / "file", tmp_path / "link"):
-        with pytest.raises(UserError, match="exists already") as error:
+        with refused("exists already"):
             data.prepare(str(folder), out)
-        one_sentence(error)
-    with pytest.raises(UserError, match="cannot be made") as error:
+    with refused("cannot be made"):
         data.prepare(str(folder), tmp_path / "file" / "below")
-    one_sentence(error)
     (tmp_path / "empty").mkdir()
     assert data.prepare(str(folder), tmp_path / "empty").train.counts.documents > 100
-    with pytest.raises(UserError, match="A shard has at least one token") as error:
+    with refused("A shard has at least one token"):
         data.prepare(str(folder), tmp_path / "new", shard=0)
-    one_sentence(error)
-    with pytest.raises(UserError, match="holds prepared tokens, not text") as error:
+    with refused("holds prepared tokens, not text"):
         data.documents(str(corpus.folder))
-    one_sentence(error)
     assert data.is_prepared(corpus.folder)
     assert not data.is_prepared(folder)
 
@@ -593,9 +576,8 @@ def test_a_full_disk_leaves_nothing_behind(folder, tmp_path, monkeypatch, number
         real(handle)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(UserError, match=r"the disk is full.*nothing was left behind") as error:
+    with refused(r"the disk is full.*nothing was left behind"):
         data.prepare(str(folder), tmp_path / "tokens", held_out=0.2, shard=1 << 20)
-    one_sentence(error)
     assert [path.name for path in tmp_path.iterdir()] == ["texts"]
     assert len(calls) == number
     assert data.prepare(str(folder), tmp_path / "tokens", held_out=0.2).train.counts.documents > 80
@@ -611,9 +593,8 @@ def test_a_killed_run_leaves_no_tokens_and_is_swept_away(folder, tmp_path):
     left = [path for path in tmp_path.iterdir() if path.name.startswith(".tokens.")]
     assert len(left) == 1
     assert not out.exists()
-    with pytest.raises(UserError, match="no folder") as error:
+    with refused("no folder"):
         data.open_tokens(out)
-    one_sentence(error)
     with pytest.raises(UserError, match=r"are incomplete|no manifest"):
         data.open_tokens(left[0])
 
@@ -637,19 +618,18 @@ def test_every_flipped_bit_and_every_truncation_is_refused(folder, tmp_path, bpe
     out = tmp_path / "tokens"
     data.prepare(str(folder), out, bpe, held_out=0.2, shard=1000)
     rng = np.random.default_rng(0)
-    for path in sorted(out.iterdir()):
+    for path in (out / name for name in (MANIFEST, "tokenizer.json", "train-00000.bin", "held_out-00000.bin")):
         whole = path.read_bytes()
-        for bit in rng.integers(0, len(whole) * 8, 60).tolist():
+        for bit in rng.integers(0, len(whole) * 8, examples(30)).tolist():
             flip(path, bit)
             with pytest.raises(UserError) as error:
                 data.open_tokens(out, verify=True)
             assert path.name in one_sentence(error) or path.name == "tokenizer.json"
             path.write_bytes(whole)
-        for length in (0, 1, len(whole) // 2, len(whole) - 1, len(whole) - 2):
+        for length in (0, len(whole) // 2, len(whole) - 1):
             path.write_bytes(whole[:length])
-            with pytest.raises(UserError) as error:
+            with refused():
                 data.open_tokens(out)
-            one_sentence(error)
         path.write_bytes(whole)
     assert data.open_tokens(out, verify=True).tokenizer == bpe
 
@@ -713,46 +693,29 @@ HOSTILE = {
     "missing manifest": lambda out: (out / MANIFEST).unlink(),
     "missing shard": lambda out: (out / "train-00000.bin").unlink(),
     "missing tokenizer": lambda out: (out / "tokenizer.json").unlink(),
-    "empty manifest": raw(b""),
     "not JSON": raw(b"hello"),
     "a pickle": raw(b"\x80\x04\x95cos\nsystem\n(S'touch executed'\ntR."),
-    "not UTF-8": raw(b'{"format": "\xff"}'),
     "a list": raw(b"[]"),
-    "a number": raw(b"7"),
     "deep": raw(b"[" * 100_000),
-    "NaN": raw(b'{"format": NaN}'),
-    "Infinity": raw(b'{"format": -Infinity}'),
     "a huge integer": raw(b'{"format": ' + b"9" * 5000 + b"}"),
     "a name twice": raw(b'{"format": "dither tokens 1", "format": "dither tokens 1"}'),
     "foreign format": edit(format="other tokens"),
     "later format": edit(format="dither tokens 2"),
-    "no format": edit(format=None),
     "unknown field": edit(extra=1),
     "edited by hand": lambda out: raw((out / MANIFEST).read_bytes().replace(b"texts", b"other"))(out),
-    "more white space": lambda out: raw((out / MANIFEST).read_bytes() + b" ")(out),
     "no splits": edit(splits=None),
-    "splits a list": edit(splits=[]),
     "a third split": edit(splits__test={}),
-    "no held-out split": edit(splits__held_out=None),
     "dtype": edit(dtype="float64"),
-    "object dtype": edit(dtype="O"),
     "upwards, to the right bytes": outside,
-    "upwards": edit(**{SHARD + "file": "../train-00000.bin"}),
-    "absolute": edit(**{SHARD + "file": "/etc/passwd"}),
     "another file of the folder": edit(**{SHARD + "file": MANIFEST}),
-    "markup": edit(**{SHARD + "file": "<script>alert(1)</script>"}),
     "NUL in a name": edit(**{SHARD + "file": "train-00000.bin\0"}),
     "the other split's shard": edit(**{SHARD + "file": "held_out-00000.bin"}),
-    "a name that is a number": edit(**{SHARD + "file": 7}),
-    "negative count": edit(**{SHARD + "tokens": -1}),
     "huge count": edit(**{SHARD + "tokens": 1 << 70}),
-    "float count": edit(**{SHARD + "tokens": 1000.0}),
     "boolean count": edit(**{SHARD + "tokens": True}),
     "count off by one": edit(**{SHARD + "tokens": 999}),
     "no digest": edit(**{SHARD + "sha256": None}),
     "a shard that is a string": edit(splits__train__shards__0="train-00000.bin"),
     "no shards": edit(splits__train__shards=[]),
-    "wrong sum": edit(splits__train__tokens=7),
     "no documents": edit(splits__train__documents=0),
     "more documents than tokens": edit(splits__train__documents=10**9),
     "tokenizer kind": edit(tokenizer__kind="python"),
@@ -761,20 +724,15 @@ HOSTILE = {
     "end token's name": edit(tokenizer__end_token="!"),
     "vocabulary": edit(tokenizer__vocab_size=10**6),
     "tokenizer's digest": edit(tokenizer__sha256="0" * 64),
-    "sources": edit(sources="stdlib"),
     "skipped": edit(skipped={"binary": "many"}),
     "shard is a link": link("train-00000.bin"),
     "manifest is a link": link(MANIFEST),
-    "tokenizer is a link": link("tokenizer.json"),
     "shard is a pipe": pipe("train-00000.bin"),
     "manifest is a pipe": pipe(MANIFEST),
     "shard is a folder": directory("train-00000.bin"),
-    "manifest is a folder": directory(MANIFEST),
     "truncated shard": lambda out: os.truncate(out / "train-00000.bin", 1999),
-    "longer shard": lambda out: os.truncate(out / "train-00000.bin", 2001),
     "one shard too many": raw(b"\0\0", "held_out-00001.bin"),
     "tokenizer of another kind": raw(b"{}", "tokenizer.json"),
-    "tokenizer is a pickle": raw(b"\x80\x04.", "tokenizer.json"),
 }
 
 
@@ -791,11 +749,9 @@ def test_hostile_folders(pristine, tmp_path, monkeypatch, case):
     monkeypatch.chdir(tmp_path)
     out = tmp_path / "tokens"
     shutil.copytree(pristine, out)
-    data.open_tokens(out)
     HOSTILE[case](out)
-    with pytest.raises(UserError) as error:
+    with refused():
         data.open_tokens(out)
-    one_sentence(error)
     assert {path.name for path in tmp_path.iterdir()} <= {"tokens", "moved"}  # nothing ran
 
 
@@ -803,28 +759,24 @@ def test_hostile_folders(pristine, tmp_path, monkeypatch, case):
 def test_folders_that_are_not_there(tmp_path, name):
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError) as error:
+    with refused():
         data.open_tokens(tmp_path / name)
-    one_sentence(error)
 
 
 def test_a_token_past_the_vocabulary_is_refused_when_it_is_read(corpus):
     flip(corpus.folder / "train-00000.bin", 16 * 10 + 15)
     damaged = data.open_tokens(corpus.folder, verify=False).train
     assert damaged.read(0, 10).max() <= 256
-    with pytest.raises(UserError, match="the tokenizer ends at 256: the files are damaged") as error:
+    with refused("the tokenizer ends at 256: the files are damaged"):
         damaged.read(5, 10)
-    one_sentence(error)
-    with pytest.raises(UserError, match=r"train-00000\.bin.*SHA-256") as error:
+    with refused(r"train-00000\.bin.*SHA-256"):
         data.open_tokens(corpus.folder, verify=True)
-    one_sentence(error)
 
 
 def test_shards_must_be_of_the_tokenizers_kind():
     for shard in (np.zeros(3, np.int64), np.zeros((2, 2), np.uint16)):
-        with pytest.raises(UserError, match="one-dimensional arrays of uint16") as error:
+        with refused("one-dimensional arrays of uint16"):
             data.Tokens((shard,), data.BYTES)
-        one_sentence(error)
 
 
 # Bytes
@@ -838,9 +790,8 @@ def test_bytes_are_those_of_the_text(corpus, pristine):
             assert part.bytes_of(whole) == part.counts.bytes
             assert part.bytes_of(whole.reshape(1, -1)[:, :50]) == sum(int(part.tokenizer.byte_lengths[t]) for t in whole[:50])
     assert data.BYTES.byte_lengths.tolist() == [1] * 256 + [0]
-    with pytest.raises(UserError, match="is not known") as error:
+    with refused("is not known"):
         data.Tokens(corpus.train.shards, data.open_tokens(pristine).tokenizer).bytes_of(torch.tensor([1]))
-    one_sentence(error)
 
 
 # Order
@@ -875,17 +826,6 @@ def test_the_permutations_are_as_random_as_they_should_be():
         assert off.max() < bound
 
 
-def test_every_window_once_an_epoch_and_epochs_follow_without_a_gap():
-    loader = data.Loader(in_memory(8 * 103 + 5), sequence=8, batch=12, seed=3)
-    assert loader.windows == 103
-    orders = torch.cat([loader.order(step) for step in range(103 * 4 // 12 + 1)])
-    for epoch in range(4):
-        assert sorted(orders[epoch * 103 : (epoch + 1) * 103].tolist()) == list(range(103))
-    assert not torch.equal(orders[:103], orders[103:206])
-    assert loader.epoch(0) == 0
-    assert loader.epoch(103) == 12
-
-
 def test_order_across_blocks_is_the_definition(monkeypatch):
     loader = data.Loader(in_memory(2 * 700 + 1), sequence=2, batch=300, seed=1)
     number = torch.arange(300 * 60)
@@ -908,6 +848,7 @@ def test_a_window_is_what_it_says(corpus):
     assert batch.targets.is_contiguous()
 
 
+@pytest.mark.sampled(cover=1)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("micro", [1, 2, 3])
 def test_every_world_and_every_micro_batch_sees_the_same_sequences(corpus, world, micro):
@@ -940,17 +881,12 @@ def test_resumed_is_straight_and_the_seed_matters(corpus, tmp_path):
     ("make", "words"),
     [
         (lambda t: data.Loader(t, 256, 8), r"There are 1,000 tokens, but 8 sequences of 256 need 2,049"),
-        (lambda t: data.Loader(t, 1000, 1), r"need 1,001"),
         (lambda t: data.Loader(t, 0, 1), "A sequence is an integer from 1"),
-        (lambda t: data.Loader(t, 8.0, 1), "A sequence is an integer from 1"),
         (lambda t: data.Loader(t, 8, 0), "A number of sequences is an integer"),
-        (lambda t: data.Loader(t, 8, True), "A number of sequences is an integer"),
         (lambda t: data.Loader(t, 8, 4, seed=-1), "seed is an integer"),
         (lambda t: data.Loader(t, 8, 4).batch(-1), "A step is an integer"),
         (lambda t: data.Loader(t, 8, 4).batch(1 << 32), "A step is an integer"),
-        (lambda t: data.Loader(t, 8, 4).batch(0.5), "A step is an integer"),
         (lambda t: data.Loader(t, 8, 4).batch(0, 0, 3), "cannot be shared evenly by 3 ranks"),
-        (lambda t: data.Loader(t, 8, 4).batch(0, 0, 0), "cannot be shared evenly by 0 ranks"),
         (lambda t: data.Loader(t, 8, 4).batch(0, 2, 2), "A rank of 2 is one of 0 to 1, not 2"),
         (lambda t: data.Loader(t, 8, 4).batch(0, 0, 2, (0, 4)), "batch of 2 sequences cannot be shared evenly by 4 micro"),
         (lambda t: data.Loader(t, 8, 4).batch(0, 0, 1, (2, 2)), "A micro-batch of 2 is one of 0 to 1"),
@@ -961,9 +897,8 @@ def test_resumed_is_straight_and_the_seed_matters(corpus, tmp_path):
     ],
 )
 def test_what_a_loader_refuses(make, words):
-    with pytest.raises(UserError, match=words) as error:
+    with refused(words):
         make(in_memory(1000))
-    one_sentence(error)
 
 
 def test_held_out_windows_are_fixed_and_spread(corpus):
@@ -983,7 +918,7 @@ def data_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("dither-data")]
 
 
-@pytest.mark.parametrize("depth", [1, 2, 5])
+@pytest.mark.parametrize("depth", [1, 5])
 def test_prefetched_batches_are_the_loaders(corpus, depth):
     loader = data.Loader(corpus.train, 16, 8, seed=1)
     with data.Prefetch(loader, 5, 12, rank=1, world=2, depth=depth) as batches:
@@ -998,9 +933,8 @@ def test_prefetched_batches_are_the_loaders(corpus, depth):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_device_that_is_not_there():
-    with pytest.raises(UserError, match="no CUDA device") as error:
+    with refused("no CUDA device"):
         data.Prefetch(data.Loader(in_memory(1000), 16, 8), device="cuda:0")
-    one_sentence(error)
     assert data_threads() == []
 
 
@@ -1010,9 +944,8 @@ def test_closing_ends_the_thread_and_the_batches(corpus):
     batches.close()
     batches.close()
     assert data_threads() == []
-    with pytest.raises(UserError, match="is closed") as error:
+    with refused("is closed"):
         next(batches)
-    one_sentence(error)
 
 
 def test_an_error_is_raised_at_its_step(corpus):

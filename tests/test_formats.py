@@ -32,17 +32,7 @@ ROWS = {
     "e3m2": (6, 3, 2, 3, 28.0, 2.0**-2, 2.0**-4, False, False),
     "e2m3": (6, 2, 3, 1, 7.5, 1.0, 2.0**-3, False, False),
     "e2m1": (4, 2, 1, 1, 6.0, 1.0, 0.5, False, False),
-    "e8m0": (
-        8,
-        8,
-        0,
-        127,
-        2.0**127,
-        2.0**-127,
-        2.0**-127,
-        False,
-        True,
-    ),  # has no subnormals: the smallest number is normal
+    "e8m0": (8, 8, 0, 127, 2.0**127, 2.0**-127, 2.0**-127, False, True),  # no subnormals: the smallest number is normal
 }
 
 
@@ -59,14 +49,6 @@ def test_row_of_the_table_is_that_of_the_specification(name):
     assert f.signed == (name != "e8m0")
 
 
-@pytest.mark.parametrize(("name", "bits", "largest"), [("int8", 8, 127.0), ("int4", 4, 7.0)])
-def test_integers_are_symmetric(name, bits, largest):
-    f = Format.parse(name)
-    assert (f.bits, f.max, f.inf, f.nan, f.is_integer) == (bits, largest, False, False, True)
-    assert f.values() == tuple(float(v) for v in range(-int(largest), int(largest) + 1))
-    assert (f.min_normal, f.min_subnormal) == (1.0, 1.0)
-
-
 def test_the_table_holds_the_specification_and_nothing_else():
     assert set(TABLE) == {*ROWS, "int8", "int4"}
     assert all(name == format.name == str(format) for name, format in TABLE.items())
@@ -76,15 +58,6 @@ def test_the_table_holds_the_specification_and_nothing_else():
 def test_every_code_decodes_as_gfloat_says(name):
     f = Format.parse(name)
     assert not oracles.mismatches(decoded(f), oracles.decode(name, np.arange(1 << f.bits))).any()
-
-
-@pytest.mark.parametrize("name", [name for name in LISTABLE if name in oracles.ML_DTYPES])
-def test_every_code_decodes_as_ml_dtypes_says(name):
-    f = Format.parse(name)
-    wrong = oracles.mismatches(decoded(f), oracles.decode_ml(name, np.arange(1 << f.bits)))
-    # The one listed disagreement: ml_dtypes' integers go down to -128 and -8, ours are symmetric and leave it out.
-    expected = {"int8": [128], "int4": [8]}.get(name, [])
-    assert np.flatnonzero(wrong).tolist() == expected
 
 
 @pytest.mark.parametrize("name", LISTABLE)
@@ -109,41 +82,11 @@ def test_properties_agree_with_the_codes(name):
         assert not np.isnan(values).any()
 
 
-@pytest.mark.parametrize(
-    ("name", "theirs"),
-    [
-        ("fp32", np.float32),
-        ("fp16", np.float16),
-        ("bf16", ml_dtypes.bfloat16),
-        ("e4m3", ml_dtypes.float8_e4m3fn),
-        ("e5m2", ml_dtypes.float8_e5m2),
-        ("e2m1", ml_dtypes.float4_e2m1fn),
-    ],
-)
-def test_precision_and_range_are_those_of_finfo(name, theirs):
-    f, info = Format.parse(name), ml_dtypes.finfo(theirs)
-    assert 2 * f.unit_roundoff == float(info.eps)
-    smallest, largest = np.longdouble(info.smallest_subnormal), np.longdouble(info.max)
-    assert f.binades == pytest.approx(float(np.log2(largest) - np.log2(smallest)), rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("name", "codes"), [("e4m3", [0x7F, 0xFF]), ("e8m0", [0xFF]), ("e5m2", [0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF])]
-)
-def test_the_codes_that_are_nan(name, codes):
-    assert np.flatnonzero(np.isnan(decoded(Format.parse(name)))).tolist() == codes
-
-
 @pytest.mark.parametrize("name", LISTABLE)
 def test_values_are_all_finite_values_ascending_and_once(name):
     values = Format.parse(name).values()
     assert list(values) == oracles.finite_values(name).tolist()
     assert all(math.copysign(1, v) == 1 for v in values if v == 0)  # zero is listed as 0.0, never as -0.0
-
-
-def test_values_of_a_wide_format_are_an_error():
-    with pytest.raises(UserError, match=r"fp32 has 2\^32 codes, too many to list"):
-        Format.parse("fp32").values()
 
 
 @pytest.mark.parametrize("name", [name for name in LISTABLE if name != "e8m0"])
@@ -158,21 +101,22 @@ def test_spacing_is_the_distance_of_neighbours(name):
     assert f.spacing(f.max) == f.spacing(f.max * 64)  # beyond the largest value: that of its binade
 
 
-@pytest.mark.parametrize("x", [math.inf, -math.inf, math.nan])
-def test_spacing_at_no_number_is_an_error(x):
-    with pytest.raises(UserError, match="e4m3"):
-        Format.parse("e4m3").spacing(x)
-
-
-@pytest.mark.parametrize("code", [-1, 16])
-def test_decoding_a_code_out_of_range_is_an_error(code):
-    with pytest.raises(UserError, match=rf"e2m1 has 4 bits: its codes are 0 to 15, not {code}\."):
-        Format.parse("e2m1").decode(code)
-
-
-def test_nan_code_of_a_format_without_nan_is_an_error():
-    with pytest.raises(UserError, match="e2m1 has no code for NaN"):
-        _ = Format.parse("e2m1").nan_code
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda: Format.parse("fp32").values(), r"fp32 has 2\^32 codes, too many to list"),
+        (lambda: Format.parse("e4m3").spacing(math.inf), "e4m3"),
+        (lambda: Format.parse("e4m3").spacing(math.nan), "e4m3"),
+        (lambda: Format.parse("e2m1").decode(-1), r"e2m1 has 4 bits: its codes are 0 to 15, not -1\."),
+        (lambda: Format.parse("e2m1").decode(16), "not 16"),
+        (lambda: Format.parse("e2m1").nan_code, "e2m1 has no code for NaN"),
+        (lambda: Format.parse(None), "given by its name"),
+        (lambda: Format.parse(b"e4m3"), "given by its name"),
+    ],
+)
+def test_what_a_format_does_not_have_is_an_error(wrong, said):
+    with pytest.raises(UserError, match=said):
+        wrong()
 
 
 @pytest.mark.parametrize(("alias", "name"), sorted(ALIASES.items()))
@@ -192,10 +136,6 @@ def test_other_formats_parse_for_every_x_and_y():
         assert Fraction(f.max).limit_denominator(1 << 60) == Fraction(float(np.float32(f.max)))  # float32 holds it
 
 
-def test_parsing_twice_gives_the_same_object():
-    assert Format.parse("e5m6") is Format.parse("e5m6")
-
-
 def test_a_format_is_frozen_hashable_and_picklable():
     f = Format.parse("e4m3")
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -207,9 +147,7 @@ def test_a_format_is_frozen_hashable_and_picklable():
 @pytest.mark.parametrize(
     ("given", "hint"),
     [
-        ("E4M3", None),
         ("fp8", None),
-        ("bfloat", "bfloat16"),
         ("int9", "int"),
         ("int1", "int"),
         ("e0m2", "e"),
@@ -217,9 +155,7 @@ def test_a_format_is_frozen_hashable_and_picklable():
         ("e4m3b7", "e4m3"),
         ("e4m24", "e"),
         ("e04m3", "e"),
-        ("e4m3 ", "e4m3"),
         ("", None),
-        ("nonsense", None),
     ],
 )
 def test_unknown_names_are_errors_that_say_what_there_is(given, hint):
@@ -231,22 +167,6 @@ def test_unknown_names_are_errors_that_say_what_there_is(given, hint):
     assert "eXmY" in text
     assert ("did you mean" in text) == (hint is not None)
     assert hint is None or f"did you mean '{hint}" in text
-
-
-@pytest.mark.parametrize("given", [None, 4, 4.3, b"e4m3", ("e4m3",), ["e4m3"]])
-def test_a_format_that_is_no_string_is_an_error(given):
-    with pytest.raises(UserError, match="given by its name"):
-        Format.parse(given)
-
-
-@pytest.mark.parametrize("small", ["e2m1", "e2m3", "e3m2"])
-def test_small_formats_are_contained_in_e4m3(small):
-    # What lets an FP4 or FP6 product run unchanged on FP8 matrix units.
-    ours, e4m3 = Format.parse(small).values(), Format.parse("e4m3").values()
-    assert set(ours) <= set(e4m3)
-    # And by ml_dtypes, through the FP8 type itself.
-    exact = np.array(ours, np.float32)
-    assert (exact.astype(ml_dtypes.float8_e4m3fn).astype(np.float32) == exact).all()
 
 
 def products_in_bf16(values: list[float], scales: list[float]) -> np.ndarray:

@@ -15,7 +15,7 @@ import dither
 from dither import Sampling, UserError
 from dither.models import GPT2, GPT2Config
 from dither.nn.norms import cast_parameters
-from dither.optim import GRADIENTS, MODES, AdamW, LossScaler, LossScaling, NonFiniteError, Role, release_gradients, training
+from dither.optim import GRADIENTS, MODES, AdamW, LossScaling, NonFiniteError, Role, release_gradients, training
 from dither.optim.released import unit_of
 from dither.optim.training import parameter_dtype
 from dither.snip import Snip, SnipSettings
@@ -44,32 +44,9 @@ def accumulate(run: dither.optim.Training, times: int, value: float) -> Tensor:
 # O2 -------------------------------------------------------------------------------------------------------------------
 
 
-def test_o2_accumulates_gradients_in_float32() -> None:
-    """In bfloat16, 1024 gradients of 1/1024 stop at 0.25, where a sum no longer moves."""
-    gradient = accumulate(weight_of_ones("o2"), 1024, 1 / 1024)
-    assert gradient.dtype == torch.float32
-    assert torch.equal(gradient, torch.ones_like(gradient))
-
-
 def normed() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 1))
-
-
-@pytest.mark.parametrize("mode", ["o2", "bf16-sr"])
-def test_a_model_with_batch_norm_trains(mode: str) -> None:
-    run = training(normed(), mode, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
-    x = torch.randn(32, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
-    losses = []
-    for _ in range(25):
-        with run.forward():
-            loss = (run.model(x) - x[:, :1]).float().square().mean()
-        run.backward(loss)
-        run.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.3 * losses[0], losses
-    norm = run.model[1]
-    assert {each.dtype for each in (*norm.parameters(), norm.running_mean, norm.running_var)} == {torch.float32}
 
 
 def test_o2_keeps_norms_in_float32() -> None:
@@ -77,6 +54,7 @@ def test_o2_keeps_norms_in_float32() -> None:
     dtypes = {name: parameter.dtype for name, parameter in run.model.named_parameters()}
     wide, narrow = torch.float32, torch.bfloat16
     assert dtypes == {f"{i}.{kind}": wide if i in (1, 3) else narrow for i in range(5) for kind in ("weight", "bias")}
+    assert (run.model[1].running_mean.dtype, run.model[1].running_var.dtype) == (wide, wide)
     with run.forward():
         assert run.model(torch.randn(4, 8).bfloat16()).dtype == narrow
 
@@ -98,8 +76,11 @@ def test_a_wide_norm_is_a_float32_norm() -> None:
 # Every mode -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16-sr"])
+@pytest.mark.parametrize("mode", ["fp32", "bf16-sr", "o2"])
 def test_sums_of_many_small_gradients(mode: str) -> None:
+    """In bfloat16, 1024 gradients of 1/1024 stop at 0.25, where a sum no longer moves."""
+    if MODES[mode].plan.master:  # float32 is the default there
+        assert torch.equal(accumulate(weight_of_ones(mode), 1024, 2**-10), torch.ones(1, 4096))
     assert torch.equal(accumulate(weight_of_ones(mode, gradients="fp32"), 1024, 2**-10), torch.ones(1, 4096))
     stuck = accumulate(weight_of_ones(mode, gradients="bf16"), 1024, 2**-10)
     assert torch.equal(stuck, torch.full((1, 4096), 0.25, dtype=torch.bfloat16))
@@ -211,34 +192,6 @@ def test_sampled_weights_hand_their_gradients_on(mode: str) -> None:
     run.step()
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = normed()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for part in self.parts:
-            x = part(x)
-        return x
-
-
-def test_compiled_blocks_give_the_gradients_of_eager_ones() -> None:
-    def gradients(compiled: bool) -> list[Tensor]:
-        run = training(Block(), "o2", lr=1e-2)
-        if compiled:
-            run.model.compile(backend="aot_eager", fullgraph=True)
-        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
-        for _ in range(2):
-            with run.forward():
-                loss = run.model(x).float().square().sum()
-            run.backward(loss)
-        return [parameter.grad for parameter in run.model.parameters()]
-
-    for eager, compiled in zip(gradients(False), gradients(True), strict=True):
-        assert compiled.dtype == torch.float32
-        torch.testing.assert_close(compiled, eager, rtol=0.05, atol=0.02)  # bfloat16 products, rounded at other places
-
-
 def test_a_model_is_freed_with_its_training() -> None:
     run = weight_of_ones("bf16-sr", gradients="bf16-sr")
     accumulate(run, 2, 0.5)
@@ -287,27 +240,14 @@ def test_the_loss_scale_has_a_largest_value() -> None:
     assert other.scaler.state_dict() == run.scaler.state_dict()
 
 
-def test_a_scaler_that_is_off() -> None:
-    scaler = LossScaler("cpu", LossScaling(), enabled=False)
-    scaler.update()
-    assert scaler.current is None
-    assert weight_of_ones("o2").loss_scale is None
-
-
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        (
-            {"init_scale": 2.0**30},
-            "init_scale is a number above 0 and at most loss_scaling.max_scale=16777216.0, not 1073741824",
-        ),
-        ({"init_scale": 0.0}, "init_scale is a number above 0"),
+        ({"init_scale": 2.0**30}, "init_scale is a number above 0 and at most loss_scaling.max_scale=16777216.0"),
         ({"max_scale": 1e39}, "max_scale is a number above 0 and at most 3.40282e+38"),
         ({"growth_factor": 1.0}, "growth_factor is a number above 1, not 1.0"),
         ({"backoff_factor": 1.0}, "backoff_factor is a number above 0 and below 1, not 1.0"),
         ({"growth_interval": 0}, "growth_interval is an integer of at least 1"),
-        ({"growth_interval": 2.0}, "growth_interval is an integer"),
-        ({"init_scale": math.nan}, "init_scale is a number"),
         ({"max_scale": "big"}, "max_scale is a number"),
     ],
     ids=str,

@@ -337,10 +337,7 @@ HOSTILE = {
     "a billion layers": (config_with(n_layer=10**9), "n_layer is an integer of at least 1 and below"),
     "a million layers": (config_with(n_layer=10**6), "asks for 1000000 layers, and there are 28 tensors"),
     "huge matrices": (config_with(n_embd=1 << 27, n_inner=1 << 27), r"has shape \[\d+.*\], and its config asks for"),
-    "more layers": (
-        config_with(n_layer=3),
-        "lacks tensors that its config asks for: 'transformer.h.2.ln_1.weight'.* 9 more",
-    ),
+    "more layers": (config_with(n_layer=3), "lacks tensors that its config asks for: 'transformer.h.2.ln_1.weight'.* 9 more"),
     "fewer layers": (config_with(n_layer=1), "also has tensors that its config does not ask for: 'transformer.h.1"),
     "more words": (config_with(vocab_size=65), r"'transformer.wte.weight' .* has shape \[64, 32\], and .* asks for \[65, 32\]"),
     "untied": (config_with(tie_word_embeddings=False), "lacks tensors that its config asks for: 'lm_head.weight'"),

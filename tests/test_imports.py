@@ -168,18 +168,12 @@ def test_hidden_imports_are_found():
     ("source", "module", "package", "wrong"),
     [
         ("from dither.errors import UserError", "dither.spec.formats", False, []),
-        ("from dither.spec.formats import Format", "dither.errors", False, ["dither.spec.formats"]),
-        ("import dither.ops", "dither.spec.random", False, ["dither.ops"]),
         ("from dither.spec import groups", "dither.ops.reference.scales", False, []),
         ("from dither import nn", "dither.ops.reference.scales", False, ["dither.nn"]),
         ("from dither import Cast", "dither.ops", False, ["dither"]),
-        ("from dither.ops import quantize", "dither", True, []),
         ("def f():\n    from dither.ops import quantize", "dither.spec.groups", False, ["dither.ops"]),
-        ("class A:\n    if True:\n        import dither.cli", "dither.ops", False, ["dither.cli"]),
         ("def f():\n    from dither.ops.triton import native", "dither.ops", False, []),
         ("from dither.ops.triton import native", "dither.ops", False, ["dither.ops.triton"]),
-        ("from dither.ops.triton import native", "dither.ops.triton.philox", False, []),
-        ("from dither.ops.triton import scales", "dither.ops.triton.rounding", False, []),
         (
             "from dither.ops.reference import rounding",
             "dither.ops.reference.rounding",
@@ -188,10 +182,7 @@ def test_hidden_imports_are_found():
         ),
         ("from ...nn import linear", "dither.ops.reference.rounding", False, ["dither.nn.linear"]),
         ("from ..triton.quantize import pack", "dither.ops.reference.rounding", False, ["dither.ops.triton.quantize"]),
-        ("from .train import config", "dither", True, []),
-        ("from ...errors import UserError", "dither.ops.reference.philox", False, []),
         ("from dither.nowhere import x", "dither.ops", False, ["dither.nowhere"]),
-        ("import torch, math\nfrom torch import Tensor", "dither.errors", False, []),
     ],
 )
 def test_the_check_sees_what_it_should(source, module, package, wrong):

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,14 @@ def assert_same(one: Path, other: Path) -> None:
     assert set(ours) == set(theirs)
     for name, tensor in ours.items():
         assert torch.equal(tensor.view(-1).view(torch.uint8), theirs[name].view(-1).view(torch.uint8)), name
+
+
+@pytest.fixture(scope="session")
+def straight(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing happens to. No test may change it."""
+    out = tmp_path_factory.mktemp("straight") / "run"
+    train(settings(text, out))
+    return out
 
 
 # Resuming -------------------------------------------------------------------------------------------------------------
@@ -199,13 +207,11 @@ def until(process: Forked, step: int) -> list[str]:
     raise AssertionError("\n".join(said))
 
 
-def test_killed_and_resumed_is_straight(text: Path, tmp_path: Path) -> None:
-    """kill -9 before the first checkpoint, after it, and while a later one may be under way."""
-    steps = ("run.steps=12",)
-    train(settings(text, tmp_path / "straight", *steps))
-    config = settings(text, tmp_path / "killed", *steps)
+def test_killed_and_resumed_is_straight(text: Path, straight: Path, tmp_path: Path) -> None:
+    """kill -9 before the first checkpoint, and while a later one may be under way."""
+    config = settings(text, tmp_path / "killed", "run.save_every=2")
     (tmp_path / "run.toml").write_text(configs.dumps(config))
-    for number, at in enumerate((1, 7, 10)):
+    for number, at in enumerate((1, 5)):
         process = start(str(tmp_path / "run.toml"), *["--resume"] * (number > 0))
         said = until(process, at)
         process.kill()
@@ -215,24 +221,19 @@ def test_killed_and_resumed_is_straight(text: Path, tmp_path: Path) -> None:
     saved, _ = checkpoint.newest(tmp_path / "killed" / "checkpoints")
     assert saved is not None
     newest = checkpoint.step_of(saved)
-    assert newest in (6, 9)  # a thread saves: step 10 may be done before step 9 is saved, but not before step 6 is
+    assert newest in (2, 4)  # a thread saves: step 5 may be done before step 4 is saved, but not before step 2 is
     assert train(config, resume=True).code == 0
-    resumed = [line["resumed_from"] for line in lines(tmp_path / "killed", "start")]
-    assert resumed in ([None, None, first, newest] for first in (3, 6))
-    for step in (3, 12):
-        (ours, plain), (theirs, expected) = state(tmp_path / "killed", step), state(tmp_path / "straight", step)
-        assert plain == expected
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert [line["resumed_from"] for line in lines(tmp_path / "killed", "start")] == [None, None, newest]
+    assert_same(tmp_path / "killed", straight)
     last = {(line["kind"], line["step"]): line for line in lines(tmp_path / "killed")}
-    for line in lines(tmp_path / "straight", "train"):
+    for line in lines(straight, "train"):
         again = last["train", line["step"]]
         assert {key: again[key] for key in line if key not in TIMES} == {key: line[key] for key in line if key not in TIMES}
 
 
-def test_resumes_from_a_step_whose_replacement_never_finished(text: Path, tmp_path: Path) -> None:
+def test_resumes_from_a_step_whose_replacement_never_finished(text: Path, straight: Path, tmp_path: Path) -> None:
     """A kill between the two renames of a step that is saved again leaves the earlier one under another name."""
-    train(settings(text, tmp_path / "straight"))
-    shutil.copytree(tmp_path / "straight", tmp_path / "killed")
+    shutil.copytree(straight, tmp_path / "killed")
     folder = tmp_path / "killed" / "checkpoints"
     checkpoint.drop(folder, after=3)
     (folder / "step-00000003").rename(folder / ".replaced-step-00000003")
@@ -240,7 +241,7 @@ def test_resumes_from_a_step_whose_replacement_never_finished(text: Path, tmp_pa
     resumed = train(settings(text, tmp_path / "killed"), resume=True)
     assert (resumed.code, resumed.step) == (0, STEPS)
     assert [line["resumed_from"] for line in lines(tmp_path / "killed", "start")] == [None, 3]
-    assert_same(tmp_path / "killed", tmp_path / "straight")
+    assert_same(tmp_path / "killed", straight)
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000003", "step-00000006"]
 
 
@@ -271,18 +272,17 @@ def test_a_run_goes_on_without_its_output(text: Path, tmp_path: Path, place: str
     assert checkpoint.newest(out / "checkpoints")[0] == out / "checkpoints" / "step-00000002"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_saves_and_ends_with_its_code(text: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_saves_and_ends_with_its_code(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     (tmp_path / "run.toml").write_text(configs.dumps(settings(text, out, "run.steps=500", "run.save_every=0")))
     process = start(str(tmp_path / "run.toml"))
     said = until(process, 2)
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     rest = process.communicate()
-    assert process.returncode == 128 + number
+    assert process.returncode == 143
     status = Status.load(out)
     assert status.state == "interrupted"
-    assert status.why == f"Received {number.name}; step {status.step} is saved."
+    assert status.why == f"Received SIGTERM; step {status.step} is saved."
     assert status.step < 500
     assert f"dither train --resume --out {out}" in rest
     assert "\x1b" not in "".join(said) + rest  # plain lines in a pipe
@@ -306,7 +306,9 @@ class Watch(Progress):
 
 
 @pytest.mark.parametrize("behind", [0, 1])
-def test_sigint_saves_and_resumes(behind: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigint_saves_and_resumes(
+    behind: int, text: Path, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is saved has looked at every step that was done."""
     monkeypatch.setitem(loop.BEHIND, "cpu", behind)
     original = Trainer.step
@@ -316,15 +318,13 @@ def test_sigint_saves_and_resumes(behind: int, text: Path, tmp_path: Path, monke
             os.kill(os.getpid(), signal.SIGINT)
         return original(self, batch, *rest)
 
-    seldom = ("run.save_every=0", "run.log_every=6")
-    config = settings(text, tmp_path / "run", *seldom)
+    config = settings(text, tmp_path / "run", "run.save_every=0", "run.log_every=6")
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "step", interrupted)
         outcome = train(config)
     assert (outcome.code, outcome.how, outcome.step) == (130, "signal", 2)
     assert train(config, resume=True).code == 0
-    train(settings(text, tmp_path / "straight", *seldom))
-    assert_same(tmp_path / "run", tmp_path / "straight")
+    assert_same(tmp_path / "run", straight)
 
 
 # The guard ------------------------------------------------------------------------------------------------------------
@@ -385,17 +385,16 @@ def poison(monkeypatch: pytest.MonkeyPatch, jobs: list[Trainer], steps: set[int]
 
 
 def test_no_step_after_a_bad_one_changes_a_weight(
-    text: Path, tmp_path: Path, jobs: list[Trainer], monkeypatch: pytest.MonkeyPatch
+    text: Path, straight: Path, tmp_path: Path, jobs: list[Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU the next step, whose own numbers are right, has begun before the host looks."""
     monkeypatch.setitem(loop.BEHIND, "cpu", 2)
-    poison(monkeypatch, jobs, {2}, math.nan)
+    poison(monkeypatch, jobs, {3}, math.nan)
     outcome = train(settings(text, tmp_path / "run", "run.log_every=6", "run.save_every=0"))
-    assert (outcome.code, outcome.step) == (3, 5)
-    assert outcome.why.startswith("Step 3: the loss is nan")
-    assert int(jobs[0].training.optimizer.steps) == 2
-    train(settings(text, tmp_path / "two", "run.save_every=2", "optim.schedule=cosine"))
-    expected = state(tmp_path / "two", 2)[0]
+    assert (outcome.code, outcome.step) == (3, 6)
+    assert outcome.why.startswith("Step 4: the loss is nan")
+    assert int(jobs[0].training.optimizer.steps) == 3
+    expected = state(straight, 3)[0]
     assert all(torch.equal(value, expected[f"model:{name}"]) for name, value in jobs[0].model.state_dict().items())
 
 
@@ -739,18 +738,24 @@ def term(*_):
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.fixture
+def forever() -> Iterator[threading.Event]:
+    """What work that does not end waits for; its threads end with the test."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
 def weights(out: Path) -> dict[str, torch.Tensor]:
     path, _ = checkpoint.newest(out / "checkpoints")
     return checkpoint.load(path)[0]
 
 
 @pytest.mark.parametrize("phase", ["tokenizing", "verifying", "building"])
-def test_before_the_first_step_nothing_is_kept(phase, text, tmp_path, monkeypatch):
-    never = threading.Event()
-
+def test_before_the_first_step_nothing_is_kept(phase, text, tmp_path, monkeypatch, forever):
     def long(*_, **__):
         term()
-        never.wait()
+        forever.wait()
 
     monkeypatch.setattr(ranks, "LEAVING", 0.1)
     where = {"tokenizing": (Tokenizer, "encode_all"), "verifying": (corpus, "open_tokens"), "building": (trainers, "_model")}
@@ -762,7 +767,7 @@ def test_before_the_first_step_nothing_is_kept(phase, text, tmp_path, monkeypatc
     assert train(config(text, tmp_path / "run")).code == 0
 
 
-def test_a_signal_within_a_destructor_is_not_lost(text, tmp_path, monkeypatch, capfd):
+def test_a_signal_within_a_destructor_is_not_lost(text, tmp_path, monkeypatch, capfd, forever):
     """Python ignores what a destructor raises, and prints it."""
 
     class Last:
@@ -772,7 +777,7 @@ def test_a_signal_within_a_destructor_is_not_lost(text, tmp_path, monkeypatch, c
     def long(*_):
         last = Last()
         del last
-        threading.Event().wait()
+        forever.wait()
 
     monkeypatch.setattr(guard, "AGAIN", 0.1)
     monkeypatch.setattr(trainers, "_model", long)
@@ -802,7 +807,7 @@ PHASES = {
 
 @pytest.mark.sampled(without=["planning"])
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_phase_is_left_and_the_step_is_saved(phase, text, tmp_path, monkeypatch):
+def test_a_phase_is_left_and_the_step_is_saved(phase, text, tmp_path, tmp_path_factory, monkeypatch, forever):
     calls = []
 
     def first(real):
@@ -827,7 +832,7 @@ def test_a_phase_is_left_and_the_step_is_saved(phase, text, tmp_path, monkeypatc
         def never(*_):
             calls.append(1)
             term()
-            threading.Event().wait()
+            forever.wait()
 
         monkeypatch.setattr("dither.snip.controller.choose", never)
     out = tmp_path / "run"
@@ -840,19 +845,23 @@ def test_a_phase_is_left_and_the_step_is_saved(phase, text, tmp_path, monkeypatc
     assert 2 <= outcome.step <= 4
     monkeypatch.undo()
     assert train(config(text, out, *PHASES[phase]), resume=True).code == 0
-    assert train(config(text, tmp_path / "straight", *PHASES[phase])).code == 0
-    resumed, straight = weights(out), weights(tmp_path / "straight")
-    assert all(torch.equal(resumed[name], straight[name]) for name in straight)
+    # Evaluations, samples and saves change no weight: one run without them is the straight one of all three.
+    chosen = PHASES[phase] if phase in ("planning", "solving") else ()
+    straight = tmp_path_factory.getbasetemp() / f"straight {' '.join(chosen) or 'weights'}".replace("/", "-")
+    if not straight.exists():
+        assert train(config(text, straight, *chosen)).code == 0
+    resumed, expected = weights(out), weights(straight)
+    assert all(torch.equal(resumed[name], expected[name]) for name in expected)
 
 
-def test_a_step_that_does_not_end_is_abandoned(text, tmp_path, monkeypatch):
+def test_a_step_that_does_not_end_is_abandoned(text, tmp_path, monkeypatch, forever):
     """Such as one that compiles for minutes: gradients are not complete, so nothing is saved but what was."""
     real = passes.Passes.gradients
 
     def gradients(self, batch, step):
         if step == 4:
             term()
-            threading.Event().wait()
+            forever.wait()
         return real(self, batch, step)
 
     monkeypatch.setattr(passes.Passes, "gradients", gradients)

@@ -174,15 +174,6 @@ def test_numbers_that_are_not_finite_count_apart():
     assert cast_counts(torch.zeros(0, 4), Cast("e4m3")).counts.tolist() == [0.0] * 6
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp16", "fp32"])
-def test_extreme_formats_take_every_float32(name):
-    x = torch.tensor([torch.finfo(torch.float32).max, 1.0, 2.0**-149])
-    for rounding in ("nearest", "toward_zero"):
-        found = dict(zip(COUNTS, cast_counts(x, Cast(name, rounding=rounding)).counts.tolist(), strict=True))
-        beyond = name == "fp16" or (name == "bf16" and rounding == "nearest")
-        assert (found["clipped"], found["flushed"]) == (float(beyond), float(name != "fp32"))
-
-
 def test_spacing_is_that_of_the_format():
     for name in ("bf16", "fp16", "e4m3", "e2m1"):
         format = Format.parse(name)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import Listener, config_of, lines
+from runs import config_of, lines
 from torch import nn
 
 import dither
@@ -21,7 +21,6 @@ from dither.report import read, render
 from dither.snip import Snip, SnipSettings
 from dither.spec.plan import with_forward_casts
 from dither.train import Config, train, trainer
-from dither.train.passes import Passes
 from dither.train.plans import RunPlans
 
 FP4, FP8 = recipe("fp4-block").default, recipe("fp8-block").default
@@ -76,18 +75,13 @@ def test_a_file_and_what_stays_of_the_first_entry(tmp_path):
 MISTAKES = [
     ([], "is a list of entries"),
     ("fp8-block", "is a list of entries"),
-    ([0, "fp8-block"], "An entry of a schedule is a step or share and a plan"),
     ([(0, "fp8-block", "backward")], "An entry of a schedule is a step or share and a plan"),
-    ([(0, 3)], "An entry of a schedule is a step or share and a plan"),
     ([(1, "fp8-block")], "The first entry of a schedule begins at 0, not at 1"),
     ([(0, "fp8-block"), (5, "bf16"), (5, "fp4-block")], "entries of a schedule ascend: the one at 5 begins at step 5"),
-    ([(0, "fp8-block"), (0.5, "bf16"), (0.001, "fp4-block")], "ascend: the one at 0.001 begins at step 0"),
     ([(0, "fp8-block"), (1.5, "bf16")], "a float from 0.0 to 1.0, not at 1.5"),
     ([(0, "fp8-block"), (-3, "bf16")], "an integer from 0 on, or at a share"),
-    ([(0, "fp8-block"), (True, "bf16")], "not at True"),
     ([(0, "fp8-block"), (float("nan"), "bf16")], "not at nan"),
     ([(0, "fp8-block"), (100, "bf16")], "begins at step 100, and the last of 100 steps is 99"),
-    ([(0, "fp8-block"), (1.0, "bf16")], "begins at step 100, and the last of 100 steps is 99"),
     ([(0, "fp8-blok")], r"no recipe 'fp8-blok' \(did you mean 'fp8-block'\?\)"),
     ([(0, "fp8-block"), (5, "missing.json")], "The plan 'missing.json' cannot be read"),
     ([(0, "fp8-block forward")], "The first entry of a schedule sets all products"),
@@ -220,14 +214,6 @@ def test_a_plan_that_the_gpu_cannot_run_is_refused_by_layer_before_training(monk
         Snip(dither.Conversion.of(model), optimizer, SnipSettings(target=0.5), options=[LayerPrecision(), odd])
 
 
-def test_a_plan_for_another_model_is_refused_before_training():
-    model = Net()
-    dither.convert(model, "bf16")
-    schedule = PlanSchedule([(0, "bf16"), (5, Plan(layers=(("left", FP8),), compute="bf16"))])
-    with pytest.raises(UserError, match="rule 'left' matches no converted layer"):
-        dither.Conversion.of(model).prepare(schedule)
-
-
 def test_a_sampling_that_the_optimizer_does_not_know():
     model = Net()
     dither.convert(model, "fp8-block")
@@ -337,27 +323,6 @@ def test_snip_on_top_of_a_schedule(text, tmp_path):
     assert late.for_layer(name).casts("forward") == FP8.casts("forward")
     assert late.for_layer(name).casts("weight_grad") == chosen.for_layer(name).casts("weight_grad")
     assert last.uncast
-
-
-@pytest.mark.exhaustive
-@DYNAMO
-def test_blocks_are_compiled_before_a_plan_takes_effect(text, tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer, "compile_blocks", lambda model: compile_blocks(model, backend="aot_eager"))
-    plans = 'precision.schedule=[[0, "fp4-block"], [1, "fp8-block"], [2, "fp8-current"]]'
-    listener, warm, graphs = Listener(), Passes.warm_up, []
-
-    def counted(*args: object) -> None:
-        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        warm(*args)
-        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] - before)
-
-    monkeypatch.setattr(Passes, "warm_up", counted)
-    train(config(text, tmp_path / "one", plans, "run.compile=true", "run.steps=3"), progress=listener)
-    assert [line for line in listener.said if line.startswith("Compiling")] == [
-        "Compiling 1 block variant for the plan of step 0 ...",
-        "Compiling 1 block variant for the plan of step 2 ...",
-    ]
-    assert graphs == [1]
 
 
 def test_a_warm_up_has_no_effect_and_comes_only_with_another_plan(text, tmp_path, monkeypatch):

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from sweeps import examples
 
 from dither import Cast, Format, UserError
-from dither.spec import GROUP_SIZES, NAMED_CASTS, Granularity, Rounding, Scale
-from dither.spec.cast import NamedCast
+from dither.spec import GROUP_SIZES, Granularity, Rounding, Scale
 from dither.spec.formats import TABLE
 
 # Fixed examples: the suite says the same thing every time.
@@ -18,17 +17,7 @@ quick = settings(max_examples=examples(300), deadline=None, derandomize=True, da
 
 FORMATS = [*TABLE, "e2m2", "e3m3", "e4m10", "e5m6", "e2m23", "e6m17"]
 GROUPS = ["none", "tensor", "row", *(f"tile({2**k})" for k in range(2, 11)), *(f"block({2**k})" for k in range(2, 8))]
-SCALES = [
-    "none",
-    "fp32",
-    "pow2",
-    "pow2_ceil",
-    "nvfp4",
-    "delayed(1)",
-    "delayed(1024,3)",
-    "delayed(16,0,most_recent)",
-    "delayed(7,4)",
-]
+SCALES = ["none", "fp32", "pow2", "pow2_ceil", "nvfp4", "delayed(1)", "delayed(1024,3)", "delayed(7,4,most_recent)"]
 ROUNDINGS = ["nearest", "toward_zero", *(f"stochastic({n})" for n in range(1, 25))]
 
 any_cast = st.tuples(st.sampled_from(FORMATS), st.sampled_from(GROUPS), st.sampled_from(SCALES), st.sampled_from(ROUNDINGS))
@@ -74,18 +63,6 @@ def test_string_round_trip(cast):
     assert Cast.parse(text) == cast
 
 
-@quick
-@given(valid_cast, valid_cast)
-def test_equality_and_hash_follow_the_four_fields(a, b):
-    fields, others = ((cast.format, cast.granularity, cast.scale, cast.rounding) for cast in (a, b))
-    same = fields == others
-    assert (a == b) == same
-    copy = Cast(*fields)
-    assert copy == a
-    assert hash(copy) == hash(a)
-    assert len({a, b, copy}) == (1 if same else 2)
-
-
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -102,21 +79,12 @@ def test_another_spelling_of_a_field_is_refused_and_parsed_into_the_canonical_on
     assert Cast.parse(" ".join(other)) == Cast(*one)
 
 
-def test_a_cast_is_frozen():
+def test_a_cast_is_frozen_hashable_and_picklable():
     cast = Cast("e4m3")
     with pytest.raises(dataclasses.FrozenInstanceError):
         cast.format = "e5m2"
-
-
-def test_a_cast_pickles():
-    cast = Cast.parse("mxfp4")
-    assert pickle.loads(pickle.dumps(cast)) == cast
-
-
-def test_defaults_are_unscaled_and_nearest():
-    cast = Cast(format="e2m1")
-    assert (cast.granularity, cast.scale, cast.rounding) == ("none", "none", "nearest")
-    assert str(cast) == "e2m1 nearest"
+    assert pickle.loads(pickle.dumps(cast)) == cast == Cast("e4m3", "none", "none", "nearest")
+    assert len({cast, Cast("e4m3"), Cast("e5m2")}) == 2
 
 
 def test_parsed_parts():
@@ -138,7 +106,6 @@ def test_width_of_a_draw_is_the_next_divisor_of_a_word(bits, width):
     ("text", "canonical"),
     [
         ("e4m3", "e4m3 nearest"),
-        ("e4m3 none", "e4m3 nearest"),
         ("e4m3 none none nearest", "e4m3 nearest"),
         ("bf16 stochastic(16)", "bf16 stochastic(16)"),
         ("e4m3 toward_zero", "e4m3 toward_zero"),
@@ -149,11 +116,8 @@ def test_width_of_a_draw_is_the_next_divisor_of_a_word(bits, width):
         ("mxfp8", "e4m3 tile(32) pow2 nearest"),
         ("mxfp6", "e2m3 tile(32) pow2 nearest"),
         ("mxfp4", "e2m1 tile(32) pow2 nearest"),
-        ("mxfp4 nearest", "e2m1 tile(32) pow2 nearest"),
         ("mxfp4 toward_zero", "e2m1 tile(32) pow2 toward_zero"),
         ("mxfp4 stochastic(16)", "e2m1 tile(32) pow2_ceil stochastic(16)"),  # clipping would bias it
-        ("mxfp6 stochastic(8)", "e2m3 tile(32) pow2_ceil stochastic(8)"),
-        ("mxfp8 stochastic(8)", "e4m3 tile(32) pow2_ceil stochastic(8)"),
         ("nvfp4", "e2m1 tile(16) nvfp4 nearest"),
         ("nvfp4 stochastic(16)", "e2m1 tile(16) nvfp4 stochastic(16)"),
         ("e4m3 tensor delayed(1024,1,most_recent)", "e4m3 tensor delayed(1024,1,most_recent) nearest"),
@@ -161,11 +125,6 @@ def test_width_of_a_draw_is_the_next_divisor_of_a_word(bits, width):
 )
 def test_parse_fills_in_what_is_left_out(text, canonical):
     assert str(Cast.parse(text)) == canonical
-
-
-def test_mxfp4_has_blocks_of_32_and_nvfp4_of_16():
-    assert NAMED_CASTS["mxfp4"] == NamedCast("mxfp4", "e2m1", "tile(32)", "pow2")
-    assert NAMED_CASTS["nvfp4"] == NamedCast("nvfp4", "e2m1", "tile(16)", "nvfp4")
 
 
 @pytest.mark.parametrize("field", ["format", "granularity", "scale", "rounding"])
@@ -189,71 +148,22 @@ def test_group_sizes_are_powers_of_two_within_bounds(kind):
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["tile", "tile()", "tile(0)", "tile(-4)", "tile(8.0)", "block(8x8)", "column", "tiles(8)", "Tensor", " row", ""],
-)
-def test_impossible_granularities_name_what_there_is(text):
-    with pytest.raises(UserError) as caught:
-        Granularity.parse(text)
-    assert repr(text) in str(caught.value)
-    assert "tile" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "text",
+    ("parse", "texts", "there_is"),
     [
-        "fp16",
-        "pow",
-        "POW2",
-        "delayed",
-        "delayed()",
-        "delayed(0)",
-        "delayed(4,1,min)",
-        "delayed(4, 1)",
-        "delayed(4,,max)",
-        "",
+        (Granularity.parse, ["tile", "tile(0)", "tile(-4)", "tile(8.0)", "block(8x8)", "column", "Tensor", " row", ""], "tile"),
+        (Granularity.parse, ["tenser"], "did you mean 'tensor'"),
+        (Scale.parse, ["fp16", "POW2", "delayed", "delayed(0)", "delayed(4,1,min)", "delayed(4, 1)", ""], "delayed(history"),
+        (Scale.parse, ["pow2ceil"], "did you mean 'pow2_ceil'"),
+        (Rounding.parse, ["up", "stochastic", "stochastic(0)", "stochastic(25)", "Nearest", ""], "with 1 to 24 bits"),
+        (Rounding.parse, ["neares"], "did you mean 'nearest'"),
     ],
 )
-def test_unknown_scales_name_what_there_is(text):
-    with pytest.raises(UserError) as caught:
-        Scale.parse(text)
-    assert repr(text) in str(caught.value)
-    assert "'pow2_ceil'" in str(caught.value)
-    assert "delayed(history" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "up",
-        "stochastic",
-        "stochastic()",
-        "stochastic(0)",
-        "stochastic(25)",
-        "stochastic(-1)",
-        "stochastic(100)",
-        "Nearest",
-        "",
-    ],
-)
-def test_unknown_roundings_name_what_there_is(text):
-    with pytest.raises(UserError) as caught:
-        Rounding.parse(text)
-    assert repr(text) in str(caught.value)
-    assert "'stochastic(bits)' with 1 to 24 bits" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("parse", "given", "meant"),
-    [
-        (Granularity.parse, "tenser", "tensor"),
-        (Scale.parse, "pow2ceil", "pow2_ceil"),
-        (Rounding.parse, "neares", "nearest"),
-    ],
-)
-def test_a_slip_of_the_pen_is_answered_with_what_was_meant(parse, given, meant):
-    with pytest.raises(UserError, match=f"did you mean '{meant}'"):
-        parse(given)
+def test_what_is_unknown_is_answered_with_what_there_is(parse, texts, there_is):
+    for text in texts:
+        with pytest.raises(UserError) as caught:
+            parse(text)
+        assert repr(text) in str(caught.value)
+        assert there_is in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -263,15 +173,12 @@ def test_a_slip_of_the_pen_is_answered_with_what_was_meant(parse, given, meant):
         (("e4m3", "tile(128)"), "either unscaled"),
         (("e4m3", "none", "fp32"), "either unscaled"),
         (("e2m1", "tensor", "nvfp4"), "use granularity='tile(16)', not 'tensor'"),
-        (("e2m1", "row", "nvfp4"), "use granularity='tile(16)', not 'row'"),
         (("bf16", "tile(16)", "nvfp4"), "at most 8 bits, such as 'e2m1', not for bf16"),
         (("e2m1", "tensor", "delayed(16)"), "needs a format with NaN, such as 'e4m3' or 'e5m2', not e2m1"),
-        (("int8", "tensor", "delayed(16)"), "needs a format with NaN"),
         (("e4m3", "row", "delayed(16)"), "use granularity='tensor', not 'row'"),
         (("e4m3", "tensor", "delayed(16,9)"), "is from 0 to 8"),
         (("e4m3", "tensor", "delayed(16,-1)"), "is from 0 to 8"),
         (("fp32", "tensor", "fp32"), "fp32 has float32's range and needs no scale"),
-        (("e8m12", "tensor", "fp32"), "e8m12 has float32's range and needs no scale"),
         (("fp32", "none", "none", "stochastic(8)"), "at most 7"),
         (("bf16", "none", "none", "stochastic(24)"), "at most 23"),
         (("e2m23", "none", "none", "stochastic(8)"), "at most 7"),

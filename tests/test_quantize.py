@@ -13,7 +13,6 @@ from sweeps import sweep
 import dither
 from dither import Cast, Format, Quantized, Stream
 from dither.ops import storage
-from dither.ops.reference import packing
 from dither.ops.reference.scales import loaded_scale
 from dither.spec import Rounding, groups
 
@@ -66,50 +65,13 @@ SCALED = [
     ("e4m10", "tile(4)", "fp32"),
     ("e2m2", "tensor", "pow2_ceil"),
 ]
-UNSCALED = [
-    (name, "none", "none")
-    for name in (
-        "e4m3",
-        "e5m2",
-        "e3m4",
-        "e2m1",
-        "e2m3",
-        "e3m2",
-        "int8",
-        "int4",
-        "fp16",
-        "bf16",
-        "fp32",
-        "e4m10",
-        "e2m2",
-    )
-]
+NAMES = "e4m3 e5m2 e3m4 e2m1 e2m3 e3m2 int8 int4 fp16 bf16 fp32 e4m10 e2m2"
+UNSCALED = [(name, "none", "none") for name in NAMES.split()]
 
 
-@pytest.mark.sampled(
-    only=[
-        "e4m3 tile(4) fp32",
-        "e4m3 block(4) fp32",
-        "e4m3 row fp32",
-        "e5m2 tensor fp32",
-        "e3m4 tile(8) pow2",
-        "e2m1 tile(8) pow2_ceil",
-        "e2m1 block(4) pow2_ceil",
-        "e2m1 tile(4) nvfp4",
-        "e2m1 block(4) nvfp4",
-        "e3m2 row pow2",
-        "int8 row fp32",
-        "int4 tile(4) fp32",
-        "fp16 tensor pow2",
-        "e4m10 tile(4) fp32",
-        "e4m3 none none",
-        "e2m3 none none",
-        "int8 none none",
-        "bf16 none none",
-    ]
-)
-@pytest.mark.parametrize("fields", SCALED + UNSCALED, ids=" ".join)
-def test_every_group_against_a_slow_loop(fields):
+@pytest.mark.parametrize(("name", "granularity", "scale"), sweep(SCALED + UNSCALED, strength=1))
+def test_every_group_against_a_slow_loop(name, granularity, scale):
+    fields = name, granularity, scale
     for shape in [(), (5,), (8,), (3, 9), (6, 5), (2, 5, 6), (2, 3, 4, 5)]:
         x = numbers(shape)
         for axis, rounding in itertools.product(range(max(len(shape), 1)), ["nearest", "toward_zero", "stochastic(12)"]):
@@ -238,30 +200,6 @@ def test_strides_do_not_matter(cast):
             )
 
 
-@pytest.mark.parametrize("cast", ["e4m3 row", "e2m1 tile(4)", "e2m3 tile(4) pow2"])
-@pytest.mark.parametrize("shape", [(2, 0, 3), (0, 2, 3), (2, 3, 0), (2, 0, 3, 4), (2, 3, 0, 4), (0, 0, 0), (0,)])
-def test_empty_tensors_along_every_axis(cast, shape):
-    for axis in range(len(shape)):
-        q = dither.quantize(torch.zeros(shape), cast, axis=axis)
-        assert q.dequantize().shape == dither.fake_quantize(torch.zeros(shape), cast, axis=axis).shape == torch.Size(shape)
-
-
-@pytest.mark.parametrize("cast", ["e4m3 row", "e4m3 tile(4)", "e2m1 tile(4) pow2", "e4m3 block(4)", "e2m1"])
-def test_negative_axes_count_from_the_end(cast):
-    x = numbers((3, 5, 6))
-    for axis in range(3):
-        one, other = dither.quantize(x, cast, axis=axis), dither.quantize(x, cast, axis=axis - 3)
-        assert same_bits(one.values, other.values)
-        assert one.axis == other.axis
-
-
-def test_an_axis_is_the_same_as_moving_it_to_the_end():
-    x = numbers((4, 5, 6))
-    for cast, axis in itertools.product(["e4m3 row", "e2m1 tile(4) pow2", "e2m1 tile(4) nvfp4"], range(3)):
-        moved = dither.fake_quantize(x.movedim(axis, -1), cast)
-        assert same_bits(dither.fake_quantize(x, cast, axis=axis).movedim(axis, -1), moved)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cast", CASTS)
 def test_short_inputs_give_the_codes_of_the_same_numbers_in_float32(cast, dtype):
@@ -340,22 +278,6 @@ def test_the_low_nibble_is_the_even_column():
     assert q.values.tolist() == [[0x21, 0xF4]]
 
 
-def test_four_six_bit_codes_lie_in_three_bytes_little_endian():
-    q = dither.quantize(torch.tensor([0.125, 0.25, -0.125, 7.5]), "e2m3")
-    word = 0b000001 | 0b000010 << 6 | 0b100001 << 12 | 0b011111 << 18
-    assert bytes(q.values.tolist()) == word.to_bytes(3, "little")
-
-
-@pytest.mark.parametrize("bits", [4, 6])
-def test_packing_comes_back_for_every_pair_of_codes(bits):
-    codes = torch.cartesian_prod(*[torch.arange(1 << bits, dtype=torch.int32)] * 2).reshape(-1, 8)
-    f = Format.parse({4: "e2m1", 6: "e2m3"}[bits])
-    stored = packing.pack(codes, f)
-    assert stored.dtype == torch.uint8
-    assert torch.equal(packing.unpack(stored, 8, f), codes)
-    assert (oracles.unpack(stored.numpy(), bits, 8) == codes.numpy()).all()
-
-
 @pytest.mark.parametrize("cast", CASTS)
 def test_allocated_storage_is_what_quantizing_fills(cast):
     # Kernels and traced code allocate codes and scales before there are any.
@@ -403,13 +325,6 @@ def test_shapes_of_values_and_scales(cast, axis, values, scale):
     assert q.axis == axis
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_numbers_come_back_in_any_of_the_three_types(dtype):
-    q = dither.quantize(numbers((4, 8)), "e4m3 tile(4)")
-    assert q.dequantize(dtype).dtype == dtype
-    assert q.dequantize().dtype == torch.float32
-
-
 # On the way back ------------------------------------------------------------------------------------------------------
 
 
@@ -451,17 +366,6 @@ def test_an_unscaled_nan_stays_where_it_is():
     q = dither.quantize(x, "e4m3")
     assert q.values.view(torch.uint8).tolist() == [0x38, 0x7F, 0xC0]
     assert q.dequantize().isnan().tolist() == [False, True, False]
-
-
-@pytest.mark.parametrize("cast", ["e4m3", "e4m3 tensor", "e4m3 row", "e5m2 tile(8) pow2", "bf16", "fp16 tensor"])
-def test_every_value_of_the_format_comes_back_when_nothing_is_scaled_away(cast):
-    parsed = Cast.parse(cast)
-    values = torch.tensor([v for v in parsed.element.values() if abs(v) <= parsed.element.max], dtype=torch.float32)
-    if parsed.group.kind == "tile":
-        values = torch.cat(
-            [torch.full((len(values), 1), parsed.element.max), values[:, None], torch.zeros(len(values), 6)], dim=1
-        )
-    assert torch.equal(dither.fake_quantize(values, cast), values)
 
 
 # Shards ---------------------------------------------------------------------------------------------------------------
@@ -520,39 +424,6 @@ def test_an_element_draws_the_same_bits_whichever_axis_is_quantized():
         assert same_bits(dither.fake_quantize(x, "e2m1 tile(4) pow2 stochastic(16)", axis=axis, stream=STREAM), unscaled)
 
 
-def test_a_step_changes_the_draw_and_a_seed_too():
-    x = numbers((16, 64))
-    results = [
-        dither.fake_quantize(x, "e2m1 tile(32) pow2_ceil stochastic(16)", stream=stream, step=step)
-        for stream, step in [
-            (STREAM, 0),
-            (STREAM, 1),
-            (Stream(1, "round", "w"), 0),
-            (Stream(0, "round", "v"), 0),
-            (Stream(0, "sample", "w"), 0),
-        ]
-    ]
-    for one, other in itertools.combinations(results, 2):
-        assert not torch.equal(one, other)
-
-
-@pytest.mark.sampled(only=["e4m3 tile(16) fp32 stochastic(16)", "nvfp4 stochastic(16)"])
-@pytest.mark.parametrize("cast", ["mxfp4 stochastic(16)", "nvfp4 stochastic(16)", "e4m3 tile(16) fp32 stochastic(16)"])
-def test_stochastic_casts_are_unbiased(cast):
-    # No clipping, so the mean over steps approaches the input: within 6 standard errors, where a step's error is below
-    # one spacing and so has a variance of at most a quarter of its square.
-    x = numbers((4, 32), 3)
-    steps = 400
-    mean = torch.stack([dither.fake_quantize(x, cast, stream=STREAM, step=s).double() for s in range(steps)]).mean(0)
-    q = dither.quantize(x, cast, stream=STREAM)
-    n = q.cast.group.size
-    scale = loaded_scale(q.scale).double().repeat_interleave(n, 1) * (
-        1.0 if q.tensor_scale is None else q.tensor_scale.double()
-    )
-    spacing = torch.tensor([[q.cast.element.spacing(v) for v in row] for row in (x.double() / scale).tolist()]) * scale
-    assert ((mean - x.double()).abs() <= 6 * spacing / 2 / math.sqrt(steps) + 1e-6 * x.abs()).all()
-
-
 # Both layouts at once -------------------------------------------------------------------------------------------------
 
 
@@ -594,20 +465,6 @@ def test_quantize_both_is_two_quantizes(cast, shape):
             assert same_bits(q.dequantize(), single.dequantize())
 
 
-@pytest.mark.parametrize(
-    ("cast", "packed", "scale"),
-    [("e4m3 tile(4)", 1, (2, 12)), ("e4m3 tensor", 1, ()), ("e2m1 tensor", 2, ()), ("e4m3 block(4)", 1, (2, 3))],
-)
-def test_quantize_both_gives_the_second_one_transposed_in_memory(cast, packed, scale):
-    rows, columns = dither.quantize_both(numbers((8, 12)), cast)
-    assert rows.values.is_contiguous()
-    assert rows.values.shape == (8, 12 // packed)
-    assert columns.values.shape == (8 // packed, 12)
-    assert columns.values.t().is_contiguous()
-    assert columns.scale.shape == scale
-    assert columns.scale.dim() == 0 or columns.scale.t().is_contiguous()
-
-
 def test_quantize_both_with_a_given_magnitude_keeps_a_nan_in_its_place():
     x = numbers((6, 9))
     x[2, 5] = torch.nan
@@ -630,12 +487,6 @@ def test_the_gradient_passes_straight_through(cast, dtype):
     upstream = numbers((5, 8), 1, dtype)
     y.backward(upstream)
     assert same_bits(x.grad, upstream)
-
-
-def test_the_gradient_passes_through_a_view_and_other_operations():
-    x = numbers((5, 8)).requires_grad_()
-    (dither.fake_quantize(x.t() * 3, "e4m3 tile(4)", axis=0) * 2).sum().backward()
-    assert torch.equal(x.grad, torch.full((5, 8), 6.0))
 
 
 def test_quantizing_changes_neither_the_input_nor_the_result_of_before():
@@ -666,7 +517,7 @@ def fused(a: np.ndarray, b: np.float32, c: np.ndarray) -> np.ndarray:
     return result
 
 
-@pytest.mark.sampled(only=["e4m3", "e2m1", "int8", "e4m10"])
+@pytest.mark.sampled(only=["e4m3"])
 @pytest.mark.parametrize("name", ["e4m3", "e5m2", "e3m4", "e3m2", "e2m3", "e2m1", "int8", "int4", "fp16", "e4m10", "e5m6"])
 def test_one_correction_of_a_product_with_the_inverse_is_the_rounded_quotient(name: str) -> None:
     divisor = np.float32(Format.parse(name).max)
@@ -675,8 +526,3 @@ def test_one_correction_of_a_product_with_the_inverse_is_the_rounded_quotient(na
     quotient = mantissas * inverse
     corrected = fused(fused(quotient, -divisor, mantissas), inverse, quotient)
     assert int((corrected != mantissas / divisor).sum()) == 0
-
-
-def test_the_correction_is_needed() -> None:
-    mantissas = (np.arange(1 << 23, dtype=np.int32) | 127 << 23).view(np.float32)
-    assert int((mantissas * np.float32(1 / 448) != mantissas / np.float32(448)).sum()) > 1_000_000

@@ -1,9 +1,9 @@
 """Shared randomness: the generator is Philox4x32-10, and an element's bits depend on its coordinates alone."""
 
 import dataclasses
-import itertools
 import math
 import pickle
+import re
 import subprocess
 import sys
 
@@ -48,34 +48,22 @@ def test_random123_known_answers(counter, key, answer, signed):
     assert [f"{int(word):08x}" for word in philox4x32(words, number)] == answer.split()
 
 
-def test_randomgen_counts_before_it_draws():
-    # What the next test rests on: a generator set to one below a block's counter makes that block first.
-    assert [f"{word:08x}" for word in oracles.philox_words(0, (0, 0, 0, 0), 4)] == [
-        "6627e8d5",
-        "e169c58d",
-        "bc57ac4c",
-        "9b00dbd8",
-    ]
-    two = oracles.philox_words(5, (7, 1, 2, 0), 8)
-    assert (two[4:] == oracles.philox_words(5, (8, 1, 2, 0), 4)).all()
-
-
 def test_the_first_thing_a_process_does_may_be_to_draw():
     draw = "import dither; print(dither.Stream(1, 'round', 'w').bits(3, (2,)).tolist())"
     words = subprocess.run([sys.executable, "-c", draw], capture_output=True, text=True, check=True).stdout
     assert words == f"{Stream(1, 'round', 'w').bits(3, (2,)).tolist()}\n"
 
 
-def test_ten_million_words_are_those_of_randomgen():
+def test_a_million_words_are_those_of_randomgen():
     # One row of a stream at a step is the words of the blocks with counters (0, row, step, 0), (1, row, step, 0), ...
-    stream, step, rows, columns = Stream(2024, "round", "model.embed.weight"), 123456, 10, 1_000_000
+    stream, step, rows, columns = Stream(2024, "round", "model.embed.weight"), 123456, 10, 100_000
     first_row = 987
     words = unsigned(stream.bits(step, (rows, columns), offset=(first_row, 0)))
     wrong = 0
     for i in range(rows):
         expected = oracles.philox_words(stream.key, (0, first_row + i, step, 0), columns)
         wrong += int((words[i] != expected).sum())
-    assert words.size == 10**7
+    assert words.size == 10**6
     assert wrong == 0
 
 
@@ -107,21 +95,6 @@ def test_a_shard_cut_anywhere_draws_the_bits_of_the_whole(width, top, height, le
     assert torch.equal(shard, whole[top : top + height, left : left + breadth])
 
 
-@quick
-@given(st.sampled_from([8, 16, 32]), st.lists(st.integers(0, 50), max_size=4), st.lists(st.integers(0, 9), max_size=3))
-def test_pieces_put_together_are_the_whole(width, column_cuts, row_cuts):
-    stream, step = Stream(4, "round", "w"), 2
-    columns, rows = sorted({0, 50, *column_cuts}), sorted({0, 9, *row_cuts})
-    pieces = [
-        torch.cat(
-            [stream.bits(step, (r1 - r0, c1 - c0), (r0, c0), width=width) for c0, c1 in itertools.pairwise(columns)],
-            dim=1,
-        )
-        for r0, r1 in itertools.pairwise(rows)
-    ]
-    assert torch.equal(torch.cat(pieces), stream.bits(step, (9, 50), width=width))
-
-
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (0,), (3, 0), (0, 3), (2, 3, 5), (2, 1, 3, 4)])
 def test_any_shape_is_viewed_as_leading_dimensions_times_the_last(shape):
     stream = Stream(5, "round", "w")
@@ -138,10 +111,6 @@ def test_a_step_as_a_tensor_is_the_same_step(step):
     assert torch.equal(stream.bits(torch.tensor(step), (4, 9)), stream.bits(step, (4, 9)))
 
 
-def test_drawing_twice_gives_the_same_bits():
-    assert torch.equal(Stream(7, "round", "w").bits(3, (8, 8)), Stream(7, "round", "w").bits(3, (8, 8)))
-
-
 # Independent streams --------------------------------------------------------------------------------------------------
 
 
@@ -151,11 +120,6 @@ def test_every_part_of_a_stream_changes_its_key():
     keys = [Stream(seed, purpose, name).key for seed in seeds for purpose in texts for name in texts]
     assert len(set(keys)) == len(seeds) * len(texts) ** 2
     assert all(-(2**63) <= key < 2**63 for key in keys)
-
-
-def test_the_boundary_between_purpose_and_name_counts():
-    assert Stream(0, "ab", "c").key != Stream(0, "a", "bc").key
-    assert Stream(0, "a\n1 b", "c").key != Stream(0, "a", "b\n1 c").key
 
 
 def test_keys_stay_what_they_are():
@@ -193,100 +157,28 @@ def test_random_bits_takes_a_draw():
     assert torch.equal(random_bits(draw, 2, 5, 16), stream.bits(3, (2, 5), (4, 7), width=16))
 
 
-# Uniform and independent ----------------------------------------------------------------------------------------------
-
-
-def chi_square_bound(freedom: int) -> tuple[float, float]:
-    """Bounds of a chi-square variable that a good generator leaves once in 10^9 (Wilson and Hilferty, z = 6)."""
-    width = 2 / (9 * freedom)
-    return tuple(freedom * (1 - width + z * math.sqrt(width)) ** 3 for z in (-6, 6))
-
-
-def chi_square(values: np.ndarray, cells: int) -> float:
-    counts = np.bincount(values.reshape(-1), minlength=cells)
-    expected = values.size / cells
-    return float(((counts - expected) ** 2).sum() / expected)
-
-
-def test_bytes_are_uniform():
-    low, high = chi_square_bound(255)
-    assert low < chi_square(unsigned(Stream(0, "test", "bytes").bits(0, (1024, 1024), width=8)), 256) < high
-
-
-def test_halves_are_uniform():
-    low, high = chi_square_bound(65535)
-    assert low < chi_square(unsigned(Stream(0, "test", "halves").bits(0, (1024, 1024), width=16)), 65536) < high
-
-
-def test_every_bit_is_fair():
-    words = unsigned(Stream(0, "test", "bits").bits(0, (512, 512)))
-    ones = np.array([int((words >> k & 1).sum()) for k in range(32)])
-    assert (np.abs(ones - words.size / 2) < 6 * math.sqrt(words.size) / 2).all()
-
-
-@pytest.mark.parametrize("axis", [0, 1])
-def test_neighbours_are_independent(axis):
-    # Pairs (element, next element down or across), 4 bits of each: 256 equally likely cells.
-    nibbles = unsigned(Stream(0, "test", "pairs").bits(0, (1024, 1024), width=8)) >> 4
-    left, right = (nibbles[:-1], nibbles[1:]) if axis == 0 else (nibbles[:, :-1], nibbles[:, 1:])
-    low, high = chi_square_bound(255)
-    assert low < chi_square(left * 16 + right, 256) < high
-
-
-def test_steps_are_independent():
-    stream = Stream(0, "test", "steps")
-    one, two = (unsigned(stream.bits(step, (1024, 1024), width=8)) >> 4 for step in (6, 7))
-    low, high = chi_square_bound(255)
-    assert low < chi_square(one * 16 + two, 256) < high
-
-
 # Bad input ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [-1, 2**64, 1.0, "0", None, True])
-def test_a_seed_is_an_unsigned_64_bit_integer(seed):
-    with pytest.raises(UserError, match=r"from 0 to 2\^64 - 1"):
-        Stream(seed, "round", "w")
-
-
-@pytest.mark.parametrize(("purpose", "name"), [(1, "w"), (None, "w"), ("round", 3), ("round", b"w")])
-def test_purpose_and_name_are_strings(purpose, name):
-    with pytest.raises(UserError, match="is a string, not"):
-        Stream(0, purpose, name)
-
-
-@pytest.mark.parametrize("width", [0, 1, 4, 12, 24, 64, "8", None])
-def test_a_width_is_8_16_or_32(width):
-    with pytest.raises(UserError, match="8, 16 or 32 bits, not"):
-        Stream(0, "round", "w").bits(0, (2, 2), width=width)
-
-
 @pytest.mark.parametrize(
-    "step", [-1, 2**32, 0.5, "1", None, True, torch.tensor(1.0), torch.tensor([1]), torch.tensor(1, dtype=torch.int32)]
+    ("stream", "given", "said"),
+    [
+        *(((seed, "round", "w"), {}, r"from 0 to 2\^64 - 1") for seed in (-1, 2**64, 1.0, None, True)),
+        *(((0, purpose, name), {}, "is a string, not") for purpose, name in ((None, "w"), ("round", b"w"))),
+        *(((0, "round", "w"), {"width": width}, "8, 16 or 32 bits, not") for width in (0, 12, 64, "8", None)),
+        *(
+            ((0, "round", "w"), {"step": step}, "A step is an integer")
+            for step in (-1, 2**32, 0.5, True, torch.tensor(1.0), torch.tensor([1]), torch.tensor(1, dtype=torch.int32))
+        ),
+        *(
+            ((0, "round", "w"), {"offset": offset}, rf"2 x 3 elements.*{re.escape(str(offset))}")
+            for offset in ((-1, 0), (0, -1), (2**32 - 1, 0), (0, 2**32 - 2))
+        ),
+        *(((0, "round", "w"), {"offset": offset}, "offset") for offset in ((1, 2, 3), 5, None, (0.5, 0))),
+        ((0, "round", "w"), {"backend": "cuda"}, "no backend 'cuda': choose 'auto', 'reference' or 'kernel'"),
+    ],
 )
-def test_a_step_is_an_unsigned_32_bit_integer(step):
-    with pytest.raises(UserError, match="A step is an integer"):
-        Stream(0, "round", "w").bits(step, (2, 2))
-
-
-@pytest.mark.parametrize("offset", [(-1, 0), (0, -1), (2**32 - 1, 0), (0, 2**32 - 2), (2**40, 0)])
-def test_an_offset_that_leaves_the_coordinates_is_an_error(offset):
-    with pytest.raises(UserError) as caught:
-        Stream(0, "round", "w").bits(0, (2, 3), offset=offset)
-    assert "2 x 3 elements" in str(caught.value)
-    assert str(offset) in str(caught.value)
-
-
-@pytest.mark.parametrize("offset", [(1, 2, 3), (1,), 5, None, (0.5, 0), ("0", 0)])
-def test_an_offset_is_two_integers(offset):
-    with pytest.raises(UserError):
-        Stream(0, "round", "w").bits(0, (2, 3), offset=offset)
-
-
-def test_the_last_row_and_column_are_allowed():
-    assert Stream(0, "round", "w").bits(0, (2, 3), offset=(2**32 - 2, 2**32 - 3)).shape == (2, 3)
-
-
-def test_an_unknown_backend_is_an_error():
-    with pytest.raises(UserError, match="no backend 'cuda': choose 'auto', 'reference' or 'kernel'"):
-        Stream(0, "round", "w").bits(0, (2, 2), backend="cuda")
+def test_bad_input_is_an_error(stream, given, said):
+    with pytest.raises(UserError, match=said):
+        Stream(*stream).bits(**{"step": 0, "shape": (2, 3), **given})
+    assert Stream(0, "round", "w").bits(0, (2, 3), offset=(2**32 - 2, 2**32 - 3)).shape == (2, 3)  # the last row and column

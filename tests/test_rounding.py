@@ -135,14 +135,6 @@ def test_toward_zero_of_all_16_bit_inputs_against_gfloat(name, inputs, saturate)
     assert not oracles.mismatches(rounded(x, name, TOWARD_ZERO, saturate), theirs).any()
 
 
-@pytest.mark.parametrize("name", oracles.INTEGERS)
-def test_toward_zero_to_integers_truncates(name):
-    x = np.concatenate([oracles.float32_patterns(20000, 1), np.random.default_rng(2).normal(0, 40, 20000).astype(np.float32)])
-    x = x[np.isfinite(x)]
-    expected = np.clip(np.trunc(x.astype(np.float64)), -oracles.INTEGERS[name], oracles.INTEGERS[name]) + 0.0
-    assert not oracles.mismatches(rounded(x, name, TOWARD_ZERO), expected).any()
-
-
 # float32 inputs -------------------------------------------------------------------------------------------------------
 
 
@@ -170,19 +162,7 @@ def test_values_midpoints_and_their_float32_neighbours_against_gfloat(name, satu
     assert not oracles.mismatches(rounded(x, name, saturate=saturate), oracles.round_gfloat(name, x, saturate=saturate)).any()
 
 
-@pytest.mark.parametrize("name", [name for name in SHORT if name in oracles.ML_DTYPES and name in FLOATS])
-def test_values_midpoints_and_their_float32_neighbours_against_ml_dtypes(name):
-    x = hard_cases(name)
-    assert not oracles.mismatches(rounded(x, name, saturate=False), oracles.round_ml(name, x)).any()
-
-
-@pytest.mark.parametrize("name", oracles.INTEGERS)
-def test_integers_midpoints_and_their_float32_neighbours_against_numpy(name):
-    x = hard_cases(name)
-    assert not oracles.mismatches(rounded(x, name), oracles.round_integer(name, x)).any()
-
-
-@pytest.mark.parametrize("name", ["e2m1", "e2m2", "e2m3", "e3m2", "int4"])
+@pytest.mark.parametrize("name", ["e2m1", "e2m2", "e3m2", "int4", "int8"])
 def test_nearest_is_what_the_definition_says(name):
     # By search among the values in exact fractions: independent of every floating-point library.
     x = hard_cases(name)
@@ -233,23 +213,6 @@ def test_wide_codes_come_back(name):
     assert not oracles.mismatches(decode(codes, f).numpy(), values.numpy()).any()
 
 
-def test_fp32_codes_are_the_bits_of_a_float():
-    x = oracles.float32_patterns(50_000, 5)
-    codes = encode(torch.from_numpy(x), Format.parse("fp32")).numpy()
-    keep = ~np.isnan(x)
-    assert (codes[keep] == x.view(np.int32)[keep]).all()
-    assert (codes[~keep] == 0x7FFFFFFF).all()
-
-
-@pytest.mark.parametrize("name", SHORT)
-def test_codes_of_rounded_values_against_gfloat(name):
-    x = np.concatenate([oracles.float32_patterns(20_000, 6), np.random.default_rng(7).normal(0, 4, 20_000).astype(np.float32)])
-    x = x[np.isfinite(x)]
-    values = torch.from_numpy(rounded(x, name))
-    codes = encode(values, Format.parse(name)).numpy()
-    assert (codes == oracles.encode(name, values.numpy())).all()
-
-
 @pytest.mark.parametrize(("name", "code"), [("e4m3", 0x7F), ("e5m2", 0x7F), ("e3m4", 0x7F), ("fp16", 0x7FFF), ("bf16", 0x7FFF)])
 @pytest.mark.parametrize("pattern", [0x7FC00000, 0xFFC00000, 0x7F800001, 0xFFFFFFFF])
 def test_every_nan_has_the_code_that_gpus_write(name, code, pattern):
@@ -295,8 +258,8 @@ def test_mean_over_all_draws_is_exactly_the_input(name, quarter):
         assert (results.sum(axis=1, dtype=np.float64) == part.astype(np.float64) * 65536).all()
 
 
-@pytest.mark.parametrize("bits", [1, 4, 8, 12])
-@pytest.mark.parametrize("name", ["e4m3", "e2m1", "int8"])
+@pytest.mark.parametrize("bits", [1, 8])
+@pytest.mark.parametrize("name", ["e2m1", "int8"])
 def test_mean_over_fewer_draws_is_the_input_cut_to_that_many_bits(name, bits):
     rng = np.random.default_rng(9)
     x = rng.uniform(-Format.parse(name).max, Format.parse(name).max, 200).astype(np.float32)
@@ -323,15 +286,8 @@ def test_exact_values_never_move(name):
 
 def some_nans() -> np.ndarray:
     """Bit patterns of NaN: both signs, signalling and quiet, the ones that adding random bits would carry out of."""
-    payloads = [
-        1,
-        2,
-        0x3FFFFF,
-        0x400000,
-        0x400001,
-        0x7FFFFF,
-        *np.random.default_rng(12).integers(1, 2**23, 2000).tolist(),
-    ]
+    few = [1, 2, 0x3FFFFF, 0x400000, 0x400001, 0x7FFFFF]
+    payloads = few + np.random.default_rng(12).integers(1, 2**23, 2000).tolist()
     positive = np.array(payloads, np.uint32) + np.uint32(0x7F800000)
     patterns = np.concatenate([positive, positive | np.uint32(0x80000000)])
     assert {0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF} <= set(patterns.tolist())
@@ -343,33 +299,11 @@ def some_nans() -> np.ndarray:
 def test_nan_survives_every_rounding(name, saturate):
     x = some_nans()
     limit = min(24, 30 - Format.parse(name).mantissa_bits)
-    for how in (
-        NEAREST,
-        TOWARD_ZERO,
-        Rounding("stochastic", 1),
-        Rounding("stochastic", min(16, limit)),
-        Rounding("stochastic", limit),
-    ):
+    for how in (NEAREST, TOWARD_ZERO, *(Rounding("stochastic", bits) for bits in {1, min(16, limit), limit})):
         for draw in (-1, 0, 1, 0xFFFF):
             result = rounded(x, name, how, saturate, np.full(x.shape, draw))
             assert np.isnan(result).all()
             assert (np.signbit(result) == np.signbit(x)).all()
-
-
-@pytest.mark.parametrize("negative", [False, True])
-def test_all_nan_payloads_survive_stochastic_rounding_to_bf16(negative):
-    # Adding bits to 0x7FFFFFFF wraps to -0.0 unless it is guarded; this is every NaN there is, with the largest draw.
-    patterns = torch.arange(0x7F800001, 0x80000000, dtype=torch.int64).int()
-    patterns = patterns | -0x80000000 if negative else patterns
-    result = round_values(
-        patterns.view(torch.float32),
-        Format.parse("bf16"),
-        Rounding("stochastic", 16),
-        True,
-        torch.tensor(-1, dtype=torch.int32),
-    )
-    assert result.numel() == 2**23 - 1
-    assert bool(result.isnan().all())
 
 
 @pytest.mark.parametrize("saturate", [True, False])
@@ -382,20 +316,7 @@ def test_inf_survives_every_rounding_or_becomes_nan(name, saturate):
         assert not oracles.mismatches(result, no_inf(x, name)).any()
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_finite_never_becomes_inf_when_saturating(name):
-    f = Format.parse(name)
-    largest = float(np.finfo(np.float32).max)
-    edge = np.array([f.max, f.max + f.spacing(f.max) / 4, largest], np.float64).clip(max=largest).astype(np.float32)
-    x = np.concatenate([oracles.float32_patterns(20_000, 13), edge, np.nextafter(edge, np.float32(0)), -edge])
-    x = x[np.isfinite(x)]
-    limit = min(24, 30 - f.mantissa_bits)
-    for how in (NEAREST, TOWARD_ZERO, Rounding("stochastic", 1), Rounding("stochastic", limit)):
-        result = rounded(x, name, how, True, np.full(x.shape, -1))
-        assert np.isfinite(result).all()
-        assert (np.abs(result) <= f.max).all()
-
-
+@pytest.mark.sampled(cover=1)
 @pytest.mark.parametrize("saturate", [True, False])
 @pytest.mark.parametrize("bits", [1, 3, 8, 11, 16, 19])
 @pytest.mark.parametrize("name", ["bf16", "fp16", "e4m3", "e5m2", "e3m4", "e3m2", "e2m3", "e2m1", "e4m10", "e8m1"])
@@ -414,18 +335,10 @@ def test_stochastic_is_gfloats_add_and_truncate(name, bits, saturate):
     assert not oracles.mismatches(rounded(x, name, Rounding("stochastic", bits), saturate, noise), theirs).any()
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp16", "e4m3", "e5m2", "e3m2", "e2m3", "e2m1", "e3m4"])
-def test_stochastic_is_gfloats_stochastic_where_the_bits_suffice(name):
-    # gfloat's Stochastic rounds the fraction to n bits first; with at most n bits there is nothing to round.
-    x = values_with_few_bits_below(name, 50_000, 16)
-    random = np.random.default_rng(17).integers(0, 65536, x.shape)
-    theirs = oracles.round_gfloat(name, x, RoundMode.Stochastic, srbits=random, srnumbits=16)
-    assert not oracles.mismatches(rounded(x, name, Rounding("stochastic", 16), random=random), theirs).any()
-
-
 # Through the public function ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(cover=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 3, 4), (0, 4), (4, 0)])
 @pytest.mark.parametrize("rounding", ["nearest", "toward_zero", "stochastic(16)", "stochastic(4)"])
@@ -436,23 +349,6 @@ def test_round_to_is_the_reference_with_the_streams_bits(dtype, shape, rounding)
     result = dither.round_to(x, "e3m2", rounding, stream=stream, step=5, offset=(2, 9))
     assert result.dtype == torch.float32
     assert torch.equal(result, round_values(x.float(), Format.parse("e3m2"), how, True, bits))
-
-
-def test_round_to_of_a_view_is_that_of_its_copy():
-    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1)).t()[::2, 1:]
-    stream = Stream(0, "round", "w")
-    for rounding in ("nearest", "stochastic(8)"):
-        assert torch.equal(
-            dither.round_to(x, "e4m3", rounding, stream=stream),
-            dither.round_to(x.contiguous(), "e4m3", rounding, stream=stream),
-        )
-
-
-def test_round_to_without_saturation_overflows():
-    x = torch.tensor([500.0, -500.0, 1e6, -1e6])
-    assert dither.round_to(x, "e4m3", saturate=False).isnan().all()
-    assert dither.round_to(x, "e5m2", saturate=False).tolist() == [512.0, -512.0, float("inf"), float("-inf")]
-    assert dither.round_to(x, "e4m3").tolist() == [448.0, -448.0, 448.0, -448.0]
 
 
 def test_round_to_takes_a_format_itself_and_not_only_its_name():

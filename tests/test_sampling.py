@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import shutil
 from collections import Counter
 
 import ml_dtypes
@@ -21,16 +20,6 @@ from dither.spec.random import Draw
 STREAM = Stream(5, "sample", "model.layers.0.mlp.down_proj.weight")
 DRAWN = [kind for kind in NOISES if kind != "none"]
 P_EXACT = [math.erfc((2 * k - 1) / math.sqrt(2)) for k in (1, 2, 3)]
-CHANCE = {
-    "rounded_normal": {0: 733 / 1024, 1: 9 / 64, 2: 3 / 2048, 3: 0.0},
-    "rounded_normal_exact": {
-        0: 1 - P_EXACT[0],
-        1: (P_EXACT[0] - P_EXACT[1]) / 2,
-        2: (P_EXACT[1] - P_EXACT[2]) / 2,
-        3: P_EXACT[2] / 2,
-    },
-}
-"""The probability of R for R = 0, 1, 2, 3; that of -R is the same."""
 
 
 def draw_at(rows: int, columns: int, offset: tuple[int, int] = (0, 0), step: int = 3) -> Draw:
@@ -51,11 +40,6 @@ def test_counts_over_all_eleven_bits_are_those_of_equation_8():
     patterns = torch.tensor([sign << 15 | u << 5 for sign in (0, 1) for u in range(1024)], dtype=torch.int32)
     counts = Counter(sampling.noise_of(patterns, "rounded_normal").int().tolist())
     assert counts == {2: 3, -2: 3, 1: 288, -1: 288, 0: 1466}  # 3/2048, 9/64, and the rest, of 2048
-
-
-def test_the_five_bits_left_over_do_not_count():
-    all_bits = torch.arange(65536, dtype=torch.int32)
-    assert torch.equal(sampling.noise_of(all_bits, "rounded_normal"), sampling.noise_of(all_bits & ~31, "rounded_normal"))
 
 
 def test_exact_thresholds_are_the_normal_distributions_to_half_a_unit():
@@ -102,30 +86,6 @@ def chi_square_bound(freedom: int) -> float:
     """What a chi-square variable exceeds once in 10^9 (Wilson and Hilferty, z = 6)."""
     width = 2 / (9 * freedom)
     return freedom * (1 - width + 6 * math.sqrt(width)) ** 3
-
-
-@pytest.mark.parametrize("kind", ["rounded_normal", "rounded_normal_exact"])
-def test_the_distribution_of_a_million(kind):
-    r, n = sampling.noise(draw_at(1024, 1024), 1024, 1024, kind), 1024 * 1024
-    for value, chance in CHANCE[kind].items():
-        for signed in {value, -value}:
-            count = int((r == signed).sum())
-            # Five standard deviations, and for rare values room for the skew of a Poisson variable.
-            assert abs(count - n * chance) <= 5 * math.sqrt(n * chance) + (10 if 0 < n * chance < 100 else 0)
-    assert r.abs().max() <= 3
-
-
-def test_the_distribution_of_a_million_uniform_numbers():
-    r, n, cells = sampling.noise(draw_at(1024, 1024), 1024, 1024, "uniform"), 1024 * 1024, 64
-    # Cells hold as many of the 65,536 patterns as those of the definition, whatever rounding does at their edges.
-    edges = torch.linspace(-0.5, 0.5, cells + 1) + 2.0**-12
-    possible = torch.bucketize(sampling.noise_of(torch.arange(65536, dtype=torch.int32), "uniform"), edges)
-    expected = torch.bincount(possible, minlength=cells + 2) * n / 65536
-    counts = torch.bincount(torch.bucketize(r, edges).flatten(), minlength=cells + 2)
-    kept = expected > 0
-    assert (counts[~kept] == 0).all()
-    statistic = float(((counts - expected)[kept] ** 2 / expected[kept]).sum())
-    assert statistic < chi_square_bound(int(kept.sum()) - 1)
 
 
 SIZE = 1024
@@ -306,23 +266,6 @@ def test_a_step_may_bring_rows_and_a_key_to_add():
 # Gradients ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["rounded_normal", "rounded_normal_exact"])
-def test_backward_draws_what_forward_drew(kind):
-    """R from w_hat, where the scale is 1, and from the gradient of b_t, one element at a time."""
-    block, draw = 16, draw_at(32, 48, (16, 32))
-    w, b_t = torch.zeros(32, 48), torch.ones(2, 3)
-    w[::block, ::block] = 1.0  # the largest magnitude of each block
-    w_hat, amax = sampling.sample(w, b_t, draw, kind, block, torch.float32)
-    forward, backward = w_hat - w, torch.zeros(32, 48)
-    for i, j in itertools.product(range(block), range(block)):
-        basis = torch.zeros(32, 48)
-        basis[i::block, j::block] = 1.0
-        _, grad_b_t = sampling.sample_backward(basis, amax, b_t, draw, kind, block, torch.float32)
-        backward[i::block, j::block] = grad_b_t / -sampling.LN2
-    assert torch.equal(forward, backward)
-    assert forward.count_nonzero() > 300
-
-
 @pytest.mark.parametrize("kind", NOISES)
 @pytest.mark.parametrize("shape", [(64, 96), (70, 45)])
 def test_gradients_are_those_of_the_formula_in_float64(kind, shape):
@@ -344,28 +287,6 @@ def test_gradients_are_those_of_the_formula_in_float64(kind, shape):
     bound = 20 * 2.0**-24 * sums * amax.double() * 2 ** (1 - b_t.double())
     assert bool(((grad_b_t.double() - b64.grad).abs() <= bound).all())
     assert kind == "none" or bool((grad_b_t != 0).all())
-
-
-def test_gradients_of_bitwidths_are_finite_differences():
-    """The loss depends on 2^-b_t alone: its central difference over h is off by sinh(h ln 2) / (h ln 2), which is known."""
-    w, b_t = weight(64, 96, 32)
-    b_t, h = b_t.round() / 2 + 2, 0.5
-    grad = torch.randn(64, 96, generator=torch.Generator().manual_seed(1))
-    draw = draw_at(64, 96)
-
-    def loss(b: torch.Tensor) -> torch.Tensor:
-        w_hat, _ = sampling.sample(w, b, draw, "rounded_normal", 32, torch.float32)
-        terms = w_hat.double() * grad.double()
-        return terms.view(2, 32, 3, 32).sum((1, 3))
-
-    _, amax = sampling.sample(w, b_t, draw, "rounded_normal", 32, torch.float32)
-    _, grad_b_t = sampling.sample_backward(grad, amax, b_t, draw, "rounded_normal", 32, torch.float32)
-    difference = (loss(b_t + h) - loss(b_t - h)) / (2 * h)
-    difference /= math.sinh(h * math.log(2)) / (h * math.log(2))
-    # w_hat is rounded at 2^-24 of its size, at most 8, once in each of two losses of 1024 elements.
-    bound = 2 * 8 * 2.0**-24 * float(grad.abs().view(2, 32, 3, 32).sum((1, 3)).max())
-    torch.testing.assert_close(grad_b_t.double(), difference, rtol=1e-6, atol=bound)
-    assert bound < 0.01 * float(grad_b_t.abs().max())
 
 
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
@@ -420,7 +341,7 @@ def test_operators_keep_the_rules_of_torch():
         torch.library.opcheck(op, (STREAM.key, torch.tensor(3), 5, 19, 1, 2, "rounded_normal", "reference"))
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager"] + (["inductor"] if shutil.which("g++") or torch.cuda.is_available() else []))
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
 def test_compiled_bits_are_eager_bits_in_one_graph(compiler):
     torch._dynamo.reset()
 
@@ -463,15 +384,9 @@ W, B = torch.zeros(64, 64), torch.ones(2, 2)
         ({"b_t": torch.ones(2, 3)}, r"64 x 64 weight in blocks of 32 .* shape \(2, 2\) on cpu, not a torch.float32 tensor of"),
         ({"b_t": torch.ones(2, 2).bfloat16()}, "are a float32 tensor"),
         ({"b_t": 4.0}, "not 4.0"),
-        (
-            {"noise": "gaussian"},
-            "There is no noise 'gaussian': choose one of rounded_normal, rounded_normal_exact, uniform, none",
-        ),
+        ({"noise": "gaussian"}, "There is no noise 'gaussian': choose one of rounded_normal, rounded_normal_exact, uniform"),
         ({"block": 48}, "16, 32, 64 or 128 wide, not 48"),
-        (
-            {"dtype": torch.float64},
-            "stored as one of float32, bfloat16, float16, float8_e4m3fn, float8_e5m2, not as torch.float64",
-        ),
+        ({"dtype": torch.float64}, "stored as one of float32, bfloat16, float16, float8_e4m3fn, float8_e5m2"),
         ({"stream": None}, "draws from stream=dither.Stream"),
         ({"offset": (32, 8)}, r"begins at a multiple of its block, 32, not at \(32, 8\)"),
         ({"offset": (33, 0)}, "begins at a multiple of its block, 32"),

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dither
 from dither import Cast, Stream, UserError
-from dither.models import PRESETS, Llama, compile_blocks
+from dither.models import PRESETS, Llama
 from dither.nn import Linear, bitwidth_loss, convert, functional, param_groups, sampling_parameters, step_context
 from dither.nn.convert import Conversion, _switch
 from dither.nn.experts import ExpertsLinear
@@ -30,10 +30,8 @@ from dither.spec import BitwidthLoss, LayerPrecision, Plan, Sampling, WeightDeca
 NAME, SEED, STEP, ROW = "layers.0.up", 3, 7, 1000
 EPSILON = 2.0**-24
 """Half a unit in the last place of float32, relative."""
-"""torch says so where a CPU has no instructions for bfloat16."""
 
 GAUSS = Sampling()
-FREE = Sampling(beyond="warn")
 
 
 def layer(sampling: Sampling | None = GAUSS, k: int = 70, n: int = 100, *, input: Sampling | None = None, **options) -> Linear:
@@ -136,27 +134,6 @@ def test_gradients_are_those_of_the_formula(kind: str, recompute: bool) -> None:
     assert (b_i.grad != 0).all()
 
 
-def test_the_gradient_of_a_bitwidth_is_its_finite_difference() -> None:
-    """c * 2^(1 - b) over b +- h has the slope of the derivative times sinh(h ln 2) / (h ln 2)."""
-    made, h = layer(FREE, bias=False), 2.0**-3
-    x, dy = data()
-
-    def loss(change: float, at: tuple[int, int]) -> float:
-        moved = copy.deepcopy(made)
-        with torch.no_grad():
-            moved.bitwidth[at] += change / 2  # b_t moves by (b_init - b_target) = 2 as much
-        with step_context(moved, step=STEP):
-            return (moved(x).double() * dy).sum().item()
-
-    with step_context(made, step=STEP):
-        (made(x) * dy).sum().backward()
-    factor = math.sinh(h * math.log(2)) / (h * math.log(2))
-    total = (x.abs().double() @ made.weight.detach().abs().double().T * dy.abs()).sum().item()
-    for at in [(0, 0), (1, 2), (3, 1)]:
-        slope = (loss(h, at) - loss(-h, at)) / (2 * h)
-        assert abs(slope - made.bitwidth.grad[at].item() / 2 * factor) <= 80 * EPSILON * total / h
-
-
 def test_a_bitwidth_that_is_held_at_the_limit_has_no_gradient() -> None:
     made = layer(Sampling(b_init=30, b_target=4, beyond="clamp"))
     with torch.no_grad():
@@ -165,19 +142,6 @@ def test_a_bitwidth_that_is_held_at_the_limit_has_no_gradient() -> None:
     with pytest.warns(UserWarning, match="held at"), step_context(made, step=STEP):
         (made(x) * dy).sum().backward()
     assert ((made.bitwidth.grad != 0) == (made.bitwidth == 0)).all()
-
-
-def test_blocks_of_zeros_stay_zero() -> None:
-    made = layer(bias=False)
-    with torch.no_grad():
-        made.weight[32:64].zero_()
-    x, dy = data()
-    with step_context(made, step=STEP):
-        y = made(x)
-        (y * dy).sum().backward()
-    assert not y[:, 32:64].any()
-    assert not made.bitwidth.grad[1].any()
-    assert made.weight.grad[32:64].all()
 
 
 def test_only_what_learns_has_a_gradient() -> None:
@@ -221,14 +185,6 @@ def test_noise_is_that_of_the_step_and_none_in_evaluation() -> None:
         made.eval()
     assert torch.equal(w_hat(made), made.weight)
     assert torch.equal(made(data()[0]), nn.functional.linear(data()[0], made.weight))
-
-
-def test_other_names_and_seeds_draw_other_noise() -> None:
-    drawn = []
-    for name, seed in [("a", 0), ("b", 0), ("a", 1)]:
-        made = Linear(64, 64, False, precision=LayerPrecision(sampling=GAUSS), name=name, seed=seed)
-        drawn.append(w_hat(made) - made.weight != 0)
-    assert not any(torch.equal(drawn[i], drawn[j]) for i, j in [(0, 1), (0, 2), (1, 2)])
 
 
 def test_micro_batches_share_the_noise_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,10 +258,6 @@ def test_compiled_and_checkpointed_training_is_eager_training(name: str) -> None
         assert same(run(nets[2]), expected)
     for net, reentrant in ((nets[3], True), (nets[4], False)):
         assert same(run(net, lambda x, net=net, how=reentrant: checkpoint(net, x, use_reentrant=how)), expected)
-
-
-def test_recomputed_training_is_kept_training() -> None:
-    assert same(run(Net(VARIANTS["sampled"])), run(Net(VARIANTS["recomputed"])))
 
 
 @pytest.mark.sampled(only=["both"])
@@ -561,13 +513,6 @@ def test_learned_bitwidths_come_and_go_with_the_sampling() -> None:
     assert model[0].bitwidth.eq(1).all()
 
 
-def test_a_layer_made_without_memory_begins_at_one() -> None:
-    made = Linear(64, 64, device="meta", precision=LayerPrecision(sampling=GAUSS)).to_empty(device="cpu")
-    made.reset_parameters()
-    assert made.bitwidths().eq(6).all()
-    assert made(torch.randn(2, 64)).isfinite().all()
-
-
 # Guidance ---------------------------------------------------------------------------------------------------------------
 
 
@@ -582,6 +527,7 @@ def mean_bitwidth(model: nn.Module) -> float:
     return torch.cat([each.bitwidths().flatten() for each in layers]).mean().item()
 
 
+@pytest.mark.sampled(cover=1)
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, dither.optim.AdamW])
 @pytest.mark.parametrize("guidance", [WeightDecay(20.0), BitwidthLoss(200.0)])
 def test_guidance_leads_bitwidths_from_the_beginning_to_the_target(guidance: object, optimizer: type) -> None:
@@ -725,17 +671,6 @@ def test_the_type_of_a_step_is_that_of_the_plan() -> None:
         Linear(2, 2, compute="tf32")
 
 
-def test_a_weight_that_changes_inside_a_step_is_an_error() -> None:
-    made = layer()
-    step = step_context(made, step=0)
-    step.__enter__()
-    nn.init.ones_(made.weight)
-    with pytest.raises(UserError, match="changed inside a step_context, which caches a sample of it"):
-        made(data()[0])
-    with pytest.raises(UserError, match="changed inside a step_context"):
-        step.__exit__(None, None, None)
-
-
 def test_experts_are_no_matrices() -> None:
     """Which is told before anything changes; `fallback` lets them run as they are."""
     home = nn.Module()
@@ -768,11 +703,6 @@ def test_a_sampling_goes_through_json_with_its_plan() -> None:
     fewer = json.loads(plan.to_json())
     fewer["default"]["sampling"] = {}
     assert Plan.from_dict(fewer).default.sampling == Sampling() == Sampling(beyond="warn")
-
-
-def test_only_a_clamp_is_told() -> None:
-    assert "beyond" not in str(Sampling())
-    assert str(Sampling(beyond="clamp")).endswith("beyond='clamp'")
 
 
 LLAMA = [
@@ -839,18 +769,12 @@ def test_parts_choose_layers_within_a_plan() -> None:
         (lambda: BitwidthLoss(math.inf), "The weight of BitwidthLoss is a number of at least 0, not inf"),
         (lambda: Sampling.from_dict({"bits": 4}), "A sampling has no key 'bits'"),
         (lambda: Sampling.from_dict({"guidance": {"kind": "weight_decay"}}), "is a list of objects"),
-        (
-            lambda: Sampling.from_dict({"guidance": [{"kind": "decay"}]}),
-            "one of 'weight_decay', 'bitwidth_loss', not {'kind': 'decay'}",
-        ),
+        (lambda: Sampling.from_dict({"guidance": [{"kind": "decay"}]}), "one of 'weight_decay', 'bitwidth_loss'"),
         (lambda: Sampling.from_dict({"guidance": [{"kind": "weight_decay", "weight": 1}]}), "has no key 'weight'"),
         (lambda: LayerPrecision(sampling=4), "takes a Sampling or None as sampling, not 4"),
         (lambda: LayerPrecision(Cast.parse("e4m3"), sampling=Sampling(recompute=True)), "use recompute=False with casts"),
         (lambda: LayerPrecision(input_sampling=Sampling(recompute=True)), "use recompute=False"),
-        (
-            lambda: convert(Llama(PRESETS["tiny"]), Plan().with_sampling(Sampling(parts="odd"))),
-            "parts='odd' that match no layer",
-        ),
+        (lambda: convert(Llama(PRESETS["tiny"]), Plan().with_sampling(Sampling(parts="odd"))), "parts='odd' that match"),
         (
             lambda: convert(Llama(PRESETS["tiny"]), Plan().with_sampling(Sampling(parts="*c_proj"))),
             "there are model.layers.*.self_attn.q_proj, model.layers.*.self_attn.k_proj",
@@ -863,21 +787,3 @@ def test_what_is_no_sampling_is_an_error(call, said: str) -> None:
         call()
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
-def test_blocks_of_a_llama_compiled_one_by_one() -> None:
-    """Whole training steps of compiled blocks are those of eager ones, with one graph for all blocks."""
-    torch._dynamo.reset()
-    text = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(0))
-    found = []
-    for compiled in (False, True):
-        model = guided(WeightDecay())
-        if compiled:
-            compile_blocks(model, backend="aot_eager")
-        with step_context(model, step=0):
-            loss = model(text[:, :-1], text[:, 1:])
-            loss.backward()
-        found.append([loss, *gradients(model)])
-    assert same(*found)

@@ -9,9 +9,6 @@ import numpy as np
 import oracles
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from sweeps import examples
 
 import dither
 from dither import AmaxHistory, Cast, Format, UserError
@@ -27,9 +24,6 @@ from dither.ops.reference.scales import (
 )
 from dither.spec import Rounding, Scale
 from dither.spec.groups import layout_of
-
-# Fixed examples: the suite says the same thing every time.
-quick = settings(max_examples=examples(200), deadline=None, derandomize=True, database=None)
 
 NEAREST, STOCHASTIC = Rounding("nearest"), Rounding("stochastic", 16)
 ELEMENTS = ["e4m3", "e5m2", "e3m4", "e3m2", "e2m3", "e2m1", "int8", "int4", "fp16", "bf16", "e2m5"]
@@ -100,20 +94,6 @@ def test_ragged_edges_are_padded_with_nothing():
         assert (group_amax(place.matrices(x), place) == 2.0**-140).all()
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "row", "tile(4)", "block(4)"])
-@pytest.mark.parametrize("shape", [(7,), (5, 9), (3, 5, 7), (2, 3, 4, 6)])
-def test_spreading_gives_each_element_its_groups_value(shape, granularity):
-    cast = Cast("e4m3", granularity, "fp32")
-    for axis in range(len(shape)):
-        place = layout_of(shape, cast, axis)
-        batch = 1 if granularity == "tensor" else place.batch
-        groups = torch.arange(batch * place.groups[0] * place.groups[1]).float().reshape(batch, *place.groups)
-        exposed = groups.reshape(()) if granularity == "tensor" else place.expose(groups)
-        per_element = place.restore(spread(groups, place).contiguous()).reshape(-1)
-        for index, members in oracles.group_slices(shape, cast.group.kind, cast.group.size, axis):
-            assert set(per_element[members].tolist()) == {exposed[index].item()}
-
-
 def test_amax_of_a_tensor():
     assert dither.amax(torch.tensor([1.0, -3.0])).item() == 3.0
     assert dither.amax(torch.zeros(0, 4)).item() == 0.0
@@ -130,7 +110,7 @@ def test_pow2_is_the_ocp_rule_in_exact_arithmetic(name):
     # Floating-point log2 is wrong just below most powers of two: these inputs are exactly there.
     largest = Format.parse(name).max
     expected = [oracles.mx_exponent(float(a), largest) for a in AMAX]
-    assert pow2_exponent(torch.from_numpy(AMAX), Format.parse(name), ceil=False).tolist() == expected
+    assert pow2_exponent(torch.from_numpy(AMAX), Format.parse(name), "pow2").tolist() == expected
     found = factors_of(AMAX, name, "pow2")
     assert (found.restore.double().numpy() == np.exp2(np.array(expected, np.float64))).all()
     assert (found.multiply.double().numpy() == np.exp2(-np.array(expected, np.float64))).all()
@@ -147,40 +127,22 @@ def test_pow2_ceil_never_clips_and_is_the_smallest_that_does_not(name):
     assert exponent.tolist() == [oracles.mx_ceil_exponent(float(a), largest) for a in AMAX]
 
 
-@quick
-@given(st.floats(SMALLEST, LARGEST, width=32), st.sampled_from(ELEMENTS))
-def test_pow2_kinds_for_any_largest_magnitude(amax, name):
+POWERS = {
+    "pow2": oracles.mx_exponent,
+    "pow2_ceil": oracles.mx_ceil_exponent,
+    "pow2_round": oracles.mx_round_exponent,
+    "pow2_rtz": oracles.mx_rtz_exponent,
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+@pytest.mark.parametrize("kind", ["pow2_round", "pow2_rtz"])
+def test_pow2_round_and_rtz_at_the_edges(name, kind):
     largest = Format.parse(name).max
-    for kind, rule in (("pow2", oracles.mx_exponent), ("pow2_ceil", oracles.mx_ceil_exponent)):
-        assert factors_of([amax], name, kind).restore.double().item() == 2.0 ** rule(amax, largest)
-
-
-@pytest.mark.parametrize(
-    ("amax", "floor", "ceil"),
-    [(4.0, 1.0, 1.0), (6.0, 1.0, 1.0), (6.0000005, 1.0, 2.0), (7.9999995, 1.0, 2.0), (8.0, 2.0, 2.0)],
-)
-def test_pow2_of_e2m1_by_hand(amax, floor, ceil):
-    # e2m1 reaches 6 = 1.5 * 2^2: between 6 and 8 the OCP rule clips, and the other does not.
-    assert factors_of([amax], "e2m1", "pow2").restore.tolist() == [floor]
-    assert factors_of([amax], "e2m1", "pow2_ceil").restore.tolist() == [ceil]
-
-
-def test_the_ocp_rule_clips_a_third_of_gaussian_blocks_and_pow2_ceil_none():
-    amax = np.abs(np.random.default_rng(0).standard_normal((20_000, 32))).max(axis=1).astype(np.float32)
-    clipped = {kind: (amax * factors_of(amax, "e2m1", kind).multiply.numpy() > 6).mean() for kind in ("pow2", "pow2_ceil")}
-    assert 0.2 < clipped["pow2"] < 0.4
-    assert clipped["pow2_ceil"] == 0
-
-
-@pytest.mark.parametrize("kind", ["pow2", "pow2_ceil"])
-@pytest.mark.parametrize("name", ["e4m3", "e2m1"])
-def test_subnormal_magnitudes_take_the_smallest_scale(kind, name):
-    subnormal = AMAX[AMAX < 2.0**-126]
-    assert len(subnormal) > 20
-    found = factors_of(subnormal, name, kind)
-    assert (found.restore == 2.0**-127).all()
-    assert (found.multiply == 2.0**127).all()
-    assert stored_scale(found.restore, Scale.parse(kind)).view(torch.uint8).eq(0).all()
+    ties = np.array([largest * 2.0**k * part for k in (-20, -1, 0, 7) for part in (0.75, 1.5)])
+    edges = np.concatenate([AMAX, ties[ties <= LARGEST].astype(np.float32)])
+    expected = [POWERS[kind](float(a), largest) for a in edges]
+    assert np.log2(factors_of(edges, name, kind).restore.double().numpy()).tolist() == expected
 
 
 # fp32 -----------------------------------------------------------------------------------------------------------------
@@ -197,16 +159,6 @@ def test_fp32_is_largest_over_amax_correctly_rounded(name):
     restore = np.where(multiply > limit, 1 / limit, restore)
     assert (found.multiply.numpy() == np.minimum(multiply, limit)).all()
     assert (found.restore.numpy() == restore).all()
-
-
-@pytest.mark.parametrize("name", ELEMENTS)
-@pytest.mark.parametrize("kind", ["fp32", "pow2", "pow2_ceil"])
-def test_no_magnitude_however_tiny_or_huge_overflows_its_factors(name, kind):
-    found = factors_of(AMAX, name, kind)
-    for factor in (found.multiply, found.restore):
-        assert factor.isfinite().all()
-        assert (factor > 0).all()
-    assert (torch.from_numpy(AMAX) * found.multiply).isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["e4m3", "e2m1", "int8"])
@@ -273,29 +225,19 @@ def test_a_lost_tensor_loses_every_nvfp4_group(bad):
     assert found.restore.isnan().all()
 
 
-# How scales are kept --------------------------------------------------------------------------------------------------
-
-
-def test_e8m0_scales_are_read_and_written_as_ml_dtypes_does():
-    codes = torch.arange(256, dtype=torch.uint8)
-    values = loaded_scale(codes.view(torch.float8_e8m0fnu))
-    assert not oracles.mismatches(values.numpy(), codes.numpy().view(ml_dtypes.float8_e8m0fnu).astype(np.float64)).any()
-    for kind in ("pow2", "pow2_ceil"):
-        assert torch.equal(stored_scale(values, Scale.parse(kind)).view(torch.uint8), codes)
-
-
-def test_e4m3_scales_are_read_and_written_as_ml_dtypes_does():
-    codes = torch.arange(128, dtype=torch.uint8)
-    values = loaded_scale(codes.view(torch.float8_e4m3fn))
-    assert not oracles.mismatches(values.numpy(), codes.numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float64)).any()
-    assert torch.equal(stored_scale(values, Scale.parse("nvfp4")).view(torch.uint8), codes)
-
-
-def test_fp32_scales_are_kept_as_they_are():
-    values = torch.tensor([1.0, 2.0**-127, float("nan"), 0.1])
-    for kind in ("fp32", "delayed(4)"):
-        assert stored_scale(values, Scale.parse(kind)) is values
-    assert loaded_scale(values) is values
+@pytest.mark.parametrize(
+    ("kind", "dtype", "theirs", "count"),
+    [
+        ("pow2", torch.float8_e8m0fnu, ml_dtypes.float8_e8m0fnu, 256),
+        ("pow2_ceil", torch.float8_e8m0fnu, ml_dtypes.float8_e8m0fnu, 256),
+        ("nvfp4", torch.float8_e4m3fn, ml_dtypes.float8_e4m3fn, 128),
+    ],
+)
+def test_scales_are_read_and_written_as_ml_dtypes_does(kind, dtype, theirs, count):
+    codes = torch.arange(count, dtype=torch.uint8)
+    values = loaded_scale(codes.view(dtype))
+    assert not oracles.mismatches(values.numpy(), codes.numpy().view(theirs).astype(np.float64)).any()
+    assert torch.equal(stored_scale(values, Scale.parse(kind)).view(torch.uint8), codes)
 
 
 # NVFP4 ----------------------------------------------------------------------------------------------------------------
@@ -354,24 +296,6 @@ def test_nvfp4_factors_step_by_step(name, tensor, round):
     assert (found.multiply.numpy() == (f(1) / whole) / block).all()
 
 
-def test_nvfp4_stochastic_clips_nothing():
-    rng = np.random.default_rng(2)
-    x = torch.from_numpy(
-        rng.standard_normal((64, 256)).astype(np.float32) * np.exp(rng.standard_normal((64, 1))).astype(np.float32)
-    )
-    q = dither.quantize(x, "nvfp4 stochastic(16)", stream=dither.Stream(0, "round", "w"))
-    scale = loaded_scale(q.scale).double().repeat_interleave(16, 1) * q.tensor_scale.double()
-    # Up to the rounding of the factors themselves: three float32 operations.
-    assert (x.double().abs() / scale).max() <= 6 * (1 + 2**-21)
-
-
-def test_nvfp4_scale_of_the_whole_tensor_is_its_largest_magnitude_over_2688():
-    q = dither.quantize(torch.tensor([1.0, -2688.0 * 0.75] + [0.0] * 14), "nvfp4")
-    assert q.tensor_scale.item() == 0.75
-    assert q.scale.float().tolist() == [448.0]
-    assert q.dequantize().tolist()[1] == -2016.0
-
-
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic(16)"])
 @pytest.mark.parametrize("amax", [SMALLEST, 2.0**-140, 2.0**-130, 2.0**-126, 2.0**-115, 2.0**-108])
 def test_nvfp4_of_a_tiny_tensor_does_not_overflow(amax, rounding):
@@ -381,13 +305,6 @@ def test_nvfp4_of_a_tiny_tensor_does_not_overflow(amax, rounding):
     assert back.isfinite().all()
     assert (back[32:] == 0).all()
     assert back.abs().max() <= max(2 * amax, 2.0**-127)  # 0.5 times the smallest scales, 2^-9 and 2^-117
-
-
-def test_nvfp4_of_a_huge_tensor_does_not_overflow():
-    x = torch.tensor([LARGEST, -LARGEST, 1.0, 0.0] * 4)
-    back = dither.fake_quantize(x, "nvfp4")
-    assert back.isfinite().all()
-    assert abs(back[0].item() / LARGEST - 1) < 1e-3
 
 
 # Delayed scaling ------------------------------------------------------------------------------------------------------
@@ -415,27 +332,12 @@ def test_max_looks_at_the_whole_history_and_most_recent_at_its_front():
     assert history.amax(cast).shape == history.amax(recent).shape == ()
 
 
-def test_an_empty_history_scales_by_one():
-    cast = Cast("e4m3", "tensor", "delayed(3)")
-    x = torch.tensor([1.0, 300.0, 1000.0])
-    q = dither.quantize(x, cast, amax=AmaxHistory.empty(cast).amax(cast))
-    assert q.scale.item() == 1.0
-    assert q.dequantize().tolist() == [1.0, 288.0, 448.0]
-
-
 @pytest.mark.parametrize("margin", [-2, 0, 1, 5])
 def test_margin_leaves_room_of_that_many_powers_of_two(margin):
     plain, roomy = factors_of(AMAX, "e4m3", "fp32"), factors_of(AMAX, "e4m3", f"delayed(16,{margin})")
     inside = (AMAX > 2.0**-100) & (AMAX < 2.0**100)
     assert (roomy.multiply.numpy()[inside] == plain.multiply.numpy()[inside] * 2.0**-margin).all()
     assert (roomy.restore.numpy()[inside] == plain.restore.numpy()[inside] * 2.0**margin).all()
-
-
-def test_delayed_scaling_uses_the_given_magnitude_and_clips_what_is_beyond():
-    cast = Cast("e4m3", "tensor", "delayed(4)")
-    q = dither.quantize(torch.tensor([1.0, 2.0, 8.0]), cast, amax=torch.tensor(2.0))
-    assert q.scale.item() == np.float32(1 / 224)
-    assert q.values.float().tolist() == [224.0, 448.0, 448.0]
 
 
 @pytest.mark.parametrize("x", [1e10, -1e10, LARGEST])
@@ -450,14 +352,66 @@ def test_a_finite_value_however_far_beyond_the_given_magnitude_saturates(cast, x
     assert torch.equal(back, small)
 
 
-@pytest.mark.parametrize("margin", [20, 100, 300, -300])
-@pytest.mark.parametrize("amax", [1.0, 1e-30, LARGEST])
-def test_a_large_margin_does_not_lose_the_tensor(margin, amax):
-    # Either the margin is refused, or zeros stay zeros and nothing becomes NaN.
-    try:
-        cast = Cast("e4m3", "tensor", f"delayed(4,{margin})")
-    except UserError:
-        return
-    back = dither.fake_quantize(torch.tensor([amax, 0.0, -amax / 2]), cast, amax=torch.tensor(amax))
-    assert back.isfinite().all()
-    assert back[1] == 0
+# Searched and given scales --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spread", [0.0, 3.0])
+def test_four_over_six_takes_the_scale_with_the_smaller_squared_error(spread):
+    generator = np.random.default_rng(3)
+    x = (generator.standard_normal((3000, 16)) * np.exp2(spread * generator.standard_normal((3000, 1)))).astype(np.float32)
+    values, scales, errors = oracles.four_over_six(x)
+    found = dither.quantize(torch.from_numpy(x), "e2m1 tile(16) four_over_six")
+    same = found.scale.float().numpy()[:, 0] == scales
+    # Sums of squares in steps of 2^-10 may choose otherwise only where both errors agree to a thousandth.
+    close = np.abs(errors[0] - errors[1]) <= 2e-3 * errors.max(axis=0)
+    assert (same | close).all()
+    assert same.mean() > 0.99
+    assert (found.dequantize().numpy()[same] == values[same]).all()
+    share = (errors[1] < errors[0]).mean()
+    assert 0.2 < share < 0.6  # both are needed
+    plain = dither.fake_quantize(torch.from_numpy(x), "nvfp4").numpy()
+    assert ((found.dequantize().numpy() - x) ** 2).sum() < 0.95 * ((plain - x) ** 2).sum()
+
+
+def test_mse_is_the_best_of_nine_clipping_ratios():
+    x = torch.randn(200, 32, generator=torch.Generator().manual_seed(0))
+    found = dither.fake_quantize(x, "e2m1 tile(32) mse")
+    errors = []
+    for i in range(9):
+        scale = x.abs().amax(dim=1, keepdim=True) * (1 - i / 16) / 6
+        errors.append((dither.round_to(x / scale, "e2m1") * scale - x).double().square().sum(dim=1))
+    best = torch.stack(errors).amin(dim=0)
+    assert torch.allclose((found - x).double().square().sum(dim=1), best, rtol=2e-3)
+    assert best.sum() < 0.9 * errors[0].sum()
+
+
+def test_a_static_scale_is_the_number_that_is_written():
+    cast = Cast.parse("e4m3 tensor static(0.25)")
+    assert str(cast) == "e4m3 tensor static(0.25) nearest"
+    x = torch.tensor([[0.25, 1.0, 112.0, 1000.0, float("nan")]])
+    found = dither.quantize(x[:, :4], cast)
+    assert found.scale.item() == 0.25
+    assert found.dequantize().tolist() == [[0.25, 1.0, 112.0, 112.0]]  # saturates at 448 / 4
+    assert dither.quantize(torch.zeros(0, 4), cast).scale.item() == 0.25
+    with pytest.raises(UserError, match="needs a format with NaN"):
+        Cast.parse("e2m1 tensor static(1)")
+    with pytest.raises(UserError, match="one scale per tensor"):
+        Cast.parse("e4m3 row static(1)")
+    with pytest.raises(UserError, match="from 2\\^-126 to 2\\^126"):
+        Cast.parse("e4m3 tensor static(0)")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("e2m1 tile(16) four_over_six stochastic(16)", "two nearest casts"),
+        ("e4m3 tile(16) four_over_six", "two nearest casts"),
+        ("e2m1 block(32) four_over_six", "up to 256 values"),
+        ("e2m1 tensor four_over_six", "small groups"),
+        ("e2m1 tile(16) mse stochastic(16)", "rounding to nearest"),
+        ("e2m1 tile(16) pow2_up", "did you mean"),
+    ],
+)
+def test_impossible_scales_are_named(text, said):
+    with pytest.raises(UserError, match=said):
+        Cast.parse(text)

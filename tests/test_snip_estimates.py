@@ -10,13 +10,11 @@ from itertools import chain, product
 import pytest
 import torch
 import torch.distributed as dist
-from lazily import Lazy
 from torch import Tensor, nn
 from worlds import ranks
 
 import dither
 from dither import LayerPrecision, Plan, Sampling, Stream, UserError, convert, recipe
-from dither.models import PRESETS, Llama
 from dither.ops.ranks import Shard
 from dither.optim import AdamW
 from dither.snip import (
@@ -34,7 +32,6 @@ from dither.snip import (
     build_plan,
     choose,
     efficiency,
-    measure_times,
     options,
     score,
     update_rules_of,
@@ -47,7 +44,7 @@ from dither.snip.options import casts_of
 from dither.snip.planning import choice_of, picture, stage_sizes
 from dither.snip.probes import normal
 from dither.snip.savings import SPEEDS, costs
-from dither.snip.update_rules import MuonRule, SgdRule
+from dither.snip.update_rules import MuonRule
 from dither.spec.recipes import RECIPES
 
 FP4 = options("fp8,fp4")[-1]
@@ -155,22 +152,6 @@ def test_what_fails_halfway_leaves_everything_as_it_was():
     after = everything(model, optimizer)
     assert [key for key in before if not same(before[key], after[key])] == []
     assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in (model.up, model.down, model.out))
-
-
-def test_training_with_scores_on_the_way_is_the_same_training():
-    def run(scores: bool) -> dict[str, torch.Tensor]:
-        model, optimizer = trained("fp8-delayed")
-        for step, batch in enumerate(batches(3, seed=5), start=3):
-            if scores:
-                score(model, batches(), optimizer, "fp8,fp4", probe="measure", stream=STREAM)
-            with dither.step_context(model, step=step):
-                model(*batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return model.state_dict()
-
-    with_scores, without = run(True), run(False)
-    assert all(torch.equal(with_scores[key], without[key]) for key in without)
 
 
 def test_measured_scores_are_what_happens():
@@ -353,15 +334,6 @@ def test_the_numbers_of_the_docstrings():
     assert found == pytest.approx(0.25, abs=5e-5)
     statistics = Statistics(0, 1.0, (layer(), layer(name="down")))
     assert d.weight_divergence(statistics, {"up": 0.5}) == pytest.approx(0.000442, abs=5e-7)
-
-
-def test_uncast_operands_count_nothing():
-    for find in (d.gradient_error, d.output_deviation, d.input_gradient_deviation):
-        assert find(layer(), PLAIN) == 0.0
-    assert d.loss_divergence(layer(), PLAIN, 5.0) == d.loss_divergence(layer(), PLAIN, 5.0, rows=True) == 0.0
-    # A gradient's cast is no part of the forward pass, a weight's no part of its own gradient.
-    assert d.loss_divergence(layer(), replace(PLAIN, grad=WORST.grad), 5.0) == 0.0
-    assert d.gradient_error(layer(), replace(PLAIN, weight=WORST.weight)) == 0.0
 
 
 def test_a_weight_of_zeros_counts_as_one_that_does_not_move():
@@ -579,6 +551,7 @@ def test_optimizers_without_a_rule_are_named(kind):
         update_rules_of(getattr(torch.optim, kind)([weight]), {"up": weight})
 
 
+@pytest.mark.sampled(cover=1)
 @pytest.mark.parametrize("kind", ["sgd", "sgd momentum", "adam amsgrad", "muon"])
 @pytest.mark.parametrize("probe", ["direct", "last", "joint", "measure"])
 def test_every_probe_scores_every_optimizer(kind, probe):
@@ -599,17 +572,8 @@ def test_every_probe_scores_every_optimizer(kind, probe):
     assert scores.step == (0 if kind.startswith(("sgd", "muon")) else 1)
 
 
-def test_a_linear_optimizer_passes_errors_on_by_its_rate():
-    """With SGD the change of a step is lr times that of the gradient, whatever the gradient is."""
-    rule = SgdRule(lr=0.25, momentum=0.0, dampening=0.0, nesterov=False)
-    a, b = draws(2)
-    torch.testing.assert_close(rule.update(a) - rule.update(b), 0.25 * (a - b).float())
-
-
 # Estimates within a budget ---------------------------------------------------------------------------------------------
 
-
-stats = Lazy("scipy.stats")
 
 LEVELS = options("fp8,fp4")
 
@@ -630,20 +594,6 @@ def small():
 
 def loss_of(model, x):
     return (model(x) - x).square().mean()
-
-
-def trained_by(steps=20, lr=1e-3):
-    """A tiny Llama that has begun to learn a text by heart, its optimizer and the text."""
-    model = Llama(PRESETS["tiny"], generator=torch.Generator().manual_seed(0))
-    dither.convert(model, "bf16")
-    optimizer = dither.optim.AdamW(model.named_parameters(), lr=lr)
-    text = torch.randint(256, (4, 33), generator=torch.Generator().manual_seed(1))
-    batch = text[:, :-1], text[:, 1:]
-    for _ in range(steps):
-        model(*batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, optimizer, batch
 
 
 def timeless(scores):
@@ -709,24 +659,6 @@ def test_spread_estimates_continue_after_a_resume():
     other.load_state_dict(state)
     assert "for other options" in said[0]
     assert other.state_dict()["begun"] is None
-
-
-@pytest.mark.exhaustive
-def test_all_layers_at_once_rank_as_one_at_a_time():
-    model, optimizer, batch = trained_by()
-    how = {"stream": Stream(0, "snip", "")}
-    measured = score(model, [batch], optimizer, LEVELS, **how)
-    joint = score(model, [batch], optimizer, LEVELS, probe="joint", **how)
-    assert (measured.passes, joint.passes) == (1 + 3 * 14, 3)
-    assert joint.statistics == measured.statistics
-    ratios = torch.tensor(joint.weights) / torch.tensor(measured.weights)
-    agreement = stats.spearmanr(torch.tensor(joint.weights).ravel(), torch.tensor(measured.weights).ravel()).statistic
-    assert agreement > 0.98
-    assert 0.8 < float(ratios.median()) < 1.3
-    for place, option in enumerate(LEVELS):  # each operand ranks layers on its own
-        if option.name.count("fp4") == 1:
-            column = [[row[place] for row in scores.weights] for scores in (joint, measured)]
-            assert stats.spearmanr(*column).statistic > 0.85, option.name
 
 
 def test_some_rows_stand_for_all():
@@ -803,12 +735,6 @@ def test_estimates_that_would_never_end_are_refused():
         choose_effort(SnipSettings(probe="measure", budget=0.5, every=20, delay=2), 14, LEVELS)
 
 
-@pytest.mark.parametrize("budget", [0, -1, 1.5, "much", True, float("nan")])
-def test_a_budget_is_a_share(budget):
-    with pytest.raises(UserError, match=r"snip\.budget is a (number above 0 and at most 1|finite number), not"):
-        SnipSettings(budget=budget)
-
-
 # What options save and what a goal asks for ----------------------------------------------------------------------------
 
 
@@ -868,6 +794,8 @@ def test_efficiency_of_three_formats_is_the_share_of_what_could_be_saved():
 def test_a_list_without_the_narrowest_combination_keeps_the_meaning_of_a_share():
     some = [option for option in BOTH if option.name in ("fp8/fp8/fp8", "fp4/fp8/fp4")]
     assert efficiency(layers()[:1], some)[0] == [0, pytest.approx(1 / 3)]
+    with pytest.raises(UserError, match="no layer to choose"):
+        efficiency([], some)
 
 
 def test_fp6_is_as_fast_as_fp8_unless_speeds_say_otherwise():
@@ -897,19 +825,11 @@ def test_times_are_taken_as_they_are():
         efficiency(layers(1), options("bf16,fp8"), times)
 
 
-def test_times_need_a_gpu(tmp_path):
-    with pytest.raises(UserError, match="Times are measured on a CUDA GPU, and 'cpu' is not one here: use cost='flops'"):
-        measure_times([(16, 8, 8)], BOTH, path=tmp_path / "times.json", device="cpu")
-
-
 @pytest.mark.parametrize(
     "text",
     [
-        "{",
         "[]",
         '{"version": 2, "times": {}}',
-        '{"version": 1}',
-        '{"version": 1, "times": {"a": {"b": {"c": -1.0}}}}',
         '{"version": 1, "times": {"a": {"b": {"c": NaN}}}}',
         '{"version": 1, "times": {"a": 1}}',
     ],
@@ -925,11 +845,6 @@ def test_a_file_of_times_that_is_none_is_refused(text, tmp_path):
     assert _read(path) == {"a": {"b": {"c": 1.0}}}
 
 
-def test_no_layers():
-    with pytest.raises(UserError, match="no layer to choose"):
-        efficiency([], BOTH)
-
-
 # Goals -----------------------------------------------------------------------------------------------------------------
 
 
@@ -939,17 +854,6 @@ def harm_of(blocks=3):
         [(1 + place % 5) * sum("fp4" in part for part in option.name.split("/")) for option in BOTH]
         for place in range(len(layers(blocks)))
     ]
-
-
-def test_choose_finds_the_best_of_all_choices():
-    few, harm = layers(1), harm_of(1)
-    shares = efficiency(few, BOTH)
-    for target in (0, 0.3, 0.5, 0.75, 1):
-        found = choose(harm, few, BOTH, Goal(target=target))
-        every = itertools.product(range(8), repeat=4)
-        best = min(chosen(harm, choice) for choice in every if chosen(shares, choice) >= target - 1e-9)
-        assert found.harm == pytest.approx(best)
-        assert found.efficiency >= target - 1e-9
 
 
 def test_stages_by_share_and_by_the_slowest():
@@ -1008,13 +912,9 @@ def test_pinned_layers_keep_what_they_are_given():
 @pytest.mark.parametrize(
     ("goal", "message"),
     [
-        ({"target": 1.5}, "snip.target is a number of at least 0 and at most 1, not 1.5"),
         ({"target": -0.1}, "snip.target is a number of at least 0 and at most 1, not -0.1"),
-        ({"target": float("nan")}, "snip.target is a finite number, not nan"),
-        ({"target": "half"}, "snip.target is a finite number, not 'half'"),
-        ({"target": True}, "snip.target is a finite number, not True"),
         ({"target": None}, "A goal needs a target"),
-        ({"cost": "money"}, "snip.cost is one of flops, time"),
+        ({"cost": "time"}, "Times have to be measured first"),
         ({"balance": "even"}, "snip.balance is one of slowest, share"),
         ({"pinned": ("*.gate=fp8",)}, "The pinned '.*' matches no layer"),
         ({"pinned": ("*=fp16",)}, r"pinned to 'fp16'.*: options are fp8/fp8/fp8"),
@@ -1026,11 +926,10 @@ def test_bad_goals(goal, message):
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_estimates_that_are_not_finite_name_their_layer(bad):
+def test_estimates_that_are_not_finite_name_their_layer():
     harm = harm_of()
-    harm[6][3] = bad
-    with pytest.raises(UserError, match=f"layer 'model.layers.1.mlp.gate_proj' with option 'fp8/fp4/fp4' is {bad}"):
+    harm[6][3] = math.nan
+    with pytest.raises(UserError, match=r"layer 'model.layers.1.mlp.gate_proj' with option 'fp8/fp4/fp4' is nan"):
         choose(harm, layers(), BOTH, Goal())
 
 
@@ -1108,6 +1007,8 @@ def test_a_level_with_overrides_is_an_option_of_its_own():
     by_hand = LayerPrecision.of("e4m3 row", "e4m3 row", "e4m3 row", {"weight_grad": "bf16"})
     assert options(["fp8", by_hand])[-1].name == "e4m3|bf16/e4m3/e4m3|bf16"
     assert {cast.format for cast in casts_of(given)["weight"]} == {"e4m3", "e2m1"}
+    assert choice_of(["a"], given, Plan(default=RECIPES["fp4-forward"].plan.default)) == (8,)
+    assert choice_of(["a"], options("fp8,fp4-forward"), Plan(default=RECIPES["fp4-fp8grad"].plan.default)) is None
 
 
 def test_a_product_counts_by_its_own_operands():
@@ -1120,10 +1021,3 @@ def test_a_product_counts_by_its_own_operands():
     assert efficiency(one, [*forward, fp4])[0] == pytest.approx([0.0, 1 / 3, 1.0])
     wide = LayerPrecision.of("e2m1 tile(128)", "e2m1 block(128)", "e2m1 tile(128)", {"weight_grad.grad": "bf16"})
     assert costs(one, options([LayerPrecision(), wide]))[0] == pytest.approx([1.0, (1 / 4 + 1 / 4 + 1) / 3])
-
-
-def test_the_option_of_a_plan_has_its_overrides():
-    given = options("fp8,fp4-forward")
-    plan = Plan(default=RECIPES["fp4-forward"].plan.default)
-    assert choice_of(["a"], given, plan) == (1,)
-    assert choice_of(["a"], given, Plan(default=RECIPES["fp4-fp8grad"].plan.default)) is None

@@ -188,7 +188,7 @@ def test_under_autocast_errors_are_those_of_the_converted_input():
         assert layer.error("input", option.input) == pytest.approx(error.norm().item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("plan", [Plan(default=LayerPrecision()), "fp4-block", "fp8-delayed"])
+@pytest.mark.parametrize("plan", ["fp4-block", "fp8-delayed"])
 def test_collecting_changes_nothing(plan):
     def train(collects: bool) -> list[torch.Tensor]:
         model = net(plan=plan)
@@ -280,6 +280,8 @@ OPTIMIZERS = {
     "int8": lambda p: AdamW(p, lr=1e-2, states="int8", block=16),
     "e4m3": lambda p: AdamW(p, lr=1e-2, states="e4m3", block=16),
     "mini": lambda p: AdamMini(p, ROLES, lr=1e-2),
+    "transposed": lambda p: AdamMini(p, ROLES | {"left.weight": Role.rows_each(4, transposed=True)}, lr=1e-2, weight_decay=0.1),
+    "maximize": lambda p: AdamW(p, lr=1e-2, weight_decay=0.0, states="fp32", maximize=True),
 }
 
 
@@ -298,7 +300,7 @@ def test_updates_are_those_of_the_optimizers_step(kind):
         assert torch.allclose(moved, expected[name], rtol=1e-4, atol=2e-7), name
 
 
-@pytest.mark.parametrize("kind", ["torch", "dynamic8", "mini"])
+@pytest.mark.parametrize("kind", ["dynamic8", "mini"])
 def test_slopes_are_derivatives_of_updates(kind):
     """h' is AdamW's derivative where eps does not matter; with Adam-mini, the diagonal of it."""
     model = net()
@@ -323,18 +325,6 @@ def test_slopes_are_derivatives_of_updates(kind):
         assert slope[row, column].item() == pytest.approx(abs(derivative), rel=2e-3)
 
 
-def test_transposed_roles_share_columns():
-    model = net()
-    roles = ROLES | {"left.weight": Role.rows_each(4, transposed=True)}
-    optimizer = stepped(model, lambda p: AdamMini(p, roles, lr=1e-2, weight_decay=0.1))
-    moments = update_rules_of(optimizer, {"left": model.left.weight})["left"]
-    old = model.left.weight.detach().clone()
-    model(inputs()[0]).backward()
-    expected = moments.update(model.left.weight.grad)
-    optimizer.step()
-    assert torch.allclose((1 - 1e-3) * old - model.left.weight.detach(), expected, rtol=1e-4, atol=2e-7)
-
-
 def test_optimizers_without_moments_are_refused():
     model = net()
     weights = {"left": model.left.weight}
@@ -342,19 +332,6 @@ def test_optimizers_without_moments_are_refused():
         update_rules_of(AdamW(model.named_parameters()), weights)
     with pytest.raises(UserError, match="does not have the weight of the layer 'left'"):
         update_rules_of(torch.optim.AdamW(model.out.parameters()), weights)
-    with pytest.raises(UserError, match="has none for Adadelta"):
-        update_rules_of(torch.optim.Adadelta(model.parameters()), weights)
-
-
-def test_an_optimizer_that_maximizes_adds_what_others_subtract():
-    model = net()
-    optimizer = stepped(model, lambda p: AdamW(p, lr=1e-2, weight_decay=0.0, states="fp32", maximize=True))
-    moments = update_rules_of(optimizer, {"left": model.left.weight})["left"]
-    old = model.left.weight.detach().clone()
-    model(inputs()[0]).backward()
-    expected = moments.update(model.left.weight.grad)
-    optimizer.step()
-    assert torch.allclose(old - model.left.weight.detach(), expected, rtol=1e-4, atol=2e-7)
 
 
 def test_moments_are_read_when_they_are_asked_for():

@@ -103,9 +103,9 @@ def test_integer_programming_takes_over_where_sums_are_too_many(monkeypatch: pyt
     called = []
     real = scipy.optimize.milp
     monkeypatch.setattr(scipy.optimize, "milp", lambda *args, **kwargs: called.append(1) or real(*args, **kwargs))
-    for seed in range(200):
+    for seed in range(60):
         check(random_problem(seed))
-    assert len(called) > 20
+    assert len(called) > 5
 
 
 SEEDS = [(0, 1, 5, 9, 14), (6, 7, 11, 12, 13)]

@@ -1,7 +1,6 @@
 """Processes for tests: ranks that form a group (gloo), and single ones to be killed or to end by a signal.
 
 All are forked from one server per test run, which has imported torch and dither already: starting one takes milliseconds.
-Ranks are new for every call, because DTensor's caches keep the meshes of groups that are gone.
 """
 
 import datetime
@@ -10,14 +9,15 @@ import gc
 import importlib
 import inspect
 import io
+import multiprocessing.connection
 import multiprocessing.forkserver as forkserver
 import os
 import re
 import runpy
 import socket
 import sys
-import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,17 +70,86 @@ def server() -> Any:
 # Ranks ----------------------------------------------------------------------------------------------------------------
 
 
-def ranks(size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 2 * TIMEOUT) -> list[Any]:
-    """Call a function in `size` processes that form a group. Return what each of them returns, or raise what one raises."""
-    with tempfile.TemporaryDirectory() as folder:
-        processes = start_ranks(_work, size, folder, function, arguments)
+class World:
+    """Ranks that form a group and call functions, one after the other."""
+
+    def __init__(self, size: int) -> None:
+        port, context = free_port(), server()
+        self.connections, self.processes = [], []
+        for rank in range(size):
+            here, there = context.Pipe()
+            self.connections.append(here)
+            self.processes.append(context.Process(target=_serve, args=(rank, size, port, there), daemon=True))
+            self.processes[-1].start()
+            there.close()
+
+    def call(self, function: Callable[..., Any], arguments: tuple[Any, ...], seconds: float) -> list[Any]:
+        found: dict[int, Any] = {}
         end = time.monotonic() + seconds
-        while not processes.join(timeout=max(end - time.monotonic(), 0)):
-            if time.monotonic() > end:
-                for process in processes.processes:
-                    process.kill()
-                pytest.fail(f"{size} ranks were not done in {seconds} s")
-        return [torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(size)]
+        for connection in self.connections:
+            connection.send((function, arguments))
+        while len(found) < len(self.connections):
+            waiting = [connection for rank, connection in enumerate(self.connections) if rank not in found]
+            ready = multiprocessing.connection.wait(waiting, max(end - time.monotonic(), 0))
+            if not ready:
+                pytest.fail(f"{len(self.connections)} ranks were not done in {seconds} s")
+            for rank in map(self.connections.index, ready):
+                try:
+                    error, data = self.connections[rank].recv()
+                except EOFError:
+                    self.processes[rank].join()
+                    pytest.fail(f"rank {rank} ended with {self.processes[rank].exitcode}")
+                if error:
+                    pytest.fail(f"rank {rank}: {error}")
+                found[rank] = torch.load(io.BytesIO(data), weights_only=False)
+        return [found[rank] for rank in range(len(self.connections))]
+
+    def kill(self) -> None:
+        for process, connection in zip(self.processes, self.connections, strict=True):
+            process.kill()
+            connection.close()
+        for process in self.processes:
+            process.join()
+
+
+def _serve(rank: int, size: int, port: int, connection: Any) -> None:
+    join_group(rank, size, port)
+    random_state = torch.get_rng_state()
+    while True:
+        try:
+            function, arguments = connection.recv()
+        except EOFError:  # the test run is over
+            os._exit(0)
+        torch.set_rng_state(random_state)
+        error, data = "", io.BytesIO()
+        try:
+            torch.save(function(*arguments), data)
+            dist.barrier()
+        except BaseException:
+            error = traceback.format_exc()
+        connection.send((error, data.getvalue()))
+
+
+_WORLDS: dict[tuple[str, int], World] = {}
+
+
+def ranks(size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 2 * TIMEOUT) -> list[Any]:
+    """Call a function in `size` processes that form a group. Return what each of them returns, or fail as one fails.
+
+    The processes serve all calls of a test file, until one fails: what DTensor and FSDP2 prepare for their first operations
+    takes longer than most tests. A function must leave the modules of its process as they were.
+    """
+    module = function.__module__ if function is not _body else arguments[0]
+    for other in [key for key in _WORLDS if key[0] != module]:
+        _WORLDS.pop(other).kill()
+    world = _WORLDS.pop((module, size), None) or World(size)
+    try:
+        found = world.call(function, arguments, seconds)
+    except BaseException:
+        world.kill()
+        raise
+    _WORLDS[module, size] = world
+    return found
 
 
 def start_ranks(function: Callable[..., None], size: int, *arguments: Any) -> mp.ProcessContext:
@@ -101,14 +170,6 @@ def join_group(rank: int, size: int, port: int) -> None:
     """Set up this process and join the others."""
     set_up(rank, size, port)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT))
-
-
-def _work(rank: int, size: int, port: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    join_group(rank, size, port)
-    found = function(*arguments)
-    dist.barrier()
-    torch.save(found, f"{folder}/{rank}")
-    dist.destroy_process_group()
 
 
 def on_ranks(*sizes: int, exhaustive: Sequence[int] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:

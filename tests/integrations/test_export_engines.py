@@ -110,10 +110,7 @@ def parameters_of(scheme, rows, columns):
     packed = {"weight_packed": ((rows, columns // 2), uint8)}
     return {
         "unquantized": {"weight": ((rows, columns), torch.bfloat16)},
-        "fp8": {
-            "weight": ((rows, columns), e4m3),
-            "weight_scale_inv": ((-(-rows // 128), -(-columns // 128)), float32),
-        },
+        "fp8": {"weight": ((rows, columns), e4m3), "weight_scale_inv": ((-(-rows // 128), -(-columns // 128)), float32)},
         "W8A8Fp8": {"weight": ((rows, columns), e4m3), "weight_scale": ((rows, 1), float32)},
         "W8A8Fp8 blocks": {"weight": ((rows, columns), e4m3), "weight_scale": ((-(-rows // 128), -(-columns // 128)), float32)},
         "W8A8Int8": {"weight": ((rows, columns), torch.int8), "weight_scale": ((rows, 1), float32)},

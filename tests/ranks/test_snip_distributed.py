@@ -20,17 +20,7 @@ from dither import Cast, Plan, UserError
 from dither.ops.ranks import local
 from dither.optim import AdamMini, AdamW
 from dither.optim.roles import Role
-from dither.snip import (
-    PROBES,
-    Option,
-    Scores,
-    Snip,
-    SnipSettings,
-    TrainingSetup,
-    options,
-    pipelined,
-    score,
-)
+from dither.snip import PROBES, Option, Scores, Snip, SnipSettings, TrainingSetup, options, pipelined, score
 from dither.snip.statistics import layers_of
 
 OPTIONS = "bf16,fp8,fp4"

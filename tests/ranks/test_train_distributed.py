@@ -9,6 +9,7 @@ import socket
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -49,8 +50,8 @@ def _train(folder: Path, text: Path) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         return original(self, *arguments)
 
-    Trainer.step = signalled  # type: ignore[method-assign]
-    outcome = train(settings(text, folder / "signalled"))
+    with mock.patch.object(Trainer, "step", signalled):
+        outcome = train(settings(text, folder / "signalled"))
     (folder / f"outcome-{rank}.json").write_text(json.dumps([outcome.code, outcome.step, delayed.loss]))
     try:
         train(settings(text, folder / "odd", "data.batch=3", "data.micro_batch=1"))
@@ -65,8 +66,8 @@ def _train(folder: Path, text: Path) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         return build(*arguments)
 
-    trainers._model = told_to_end
-    early = train(settings(text, folder / "early"))
+    with mock.patch.object(trainers, "_model", told_to_end):
+        early = train(settings(text, folder / "early"))
     (folder / f"early-{rank}.json").write_text(json.dumps([early.code, early.why]))
 
 

@@ -254,8 +254,7 @@ def samples(folder: Path) -> list[tuple[int, int, Any]]:
         seen.append((step, found.first, found.tokens.tolist()))
         return found
 
-    Loader.batch = batch  # type: ignore[method-assign]
-    with wide_preset():
+    with wide_preset(), mock.patch.object(Loader, "batch", batch):
         more = [*FP32, "parallel.tp=2", "run.steps=2", "run.eval_sequences=1", "run.save_every=0"]
         train(settings(folder, "samples", 4, *more, "data.micro_batch=2"))
     return sorted(seen)

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dither import files
 from dither.console import aligned
 from dither.errors import UserError
+from dither.files import plain
 from dither.nn.experts import ExpertLinear
 from dither.nn.functional import autocast_dtype
 from dither.nn.linear import Linear
@@ -222,7 +222,7 @@ class NumericsReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON; numbers that are not finite become None."""
-        data = files.plain(asdict(self))
+        data = plain(asdict(self))
         return {**data, "stagnant": self.stagnant, "problems": list(self.problems)}
 
     def __str__(self) -> str:
