@@ -18,6 +18,7 @@ update u of a weight w is lost if w - u rounds to w, which is about when |u| is 
 """
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from dither.ops.reference import quantize, rounding, transforms
-from dither.spec import Cast, Hadamard, Rounding, groups
+from dither.spec import Cast, Rounding, groups
 from dither.spec.formats import Format
 from dither.spec.groups import GroupLayout
 
@@ -60,7 +61,7 @@ def cast_counts(x: Tensor, cast: Cast, axis: int = -1, given_amax: Tensor | None
     {'elements': 6.0, 'zeros': 1.0, 'nonfinite': 0.0, 'clipped': 1.0, 'flushed': 1.0, 'subnormal': 1.0}
     """
     if cast.turn.size:  # whichever signs are drawn, their statistics are alike
-        turn = Hadamard(cast.turn.size, "fixed")
+        turn = replace(cast.turn, signs="fixed")
         lines = x.movedim(axis, -1).reshape(-1, x.shape[axis])
         x, axis, cast = transforms.transform(lines, turn, 1, None), -1, cast.unturned
     layout = groups.values_layout(tuple(x.shape), cast, axis)
