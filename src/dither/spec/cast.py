@@ -122,7 +122,7 @@ class Hadamard:
         """Parse `none` or `hadamard(size[,plain|fixed|redrawn])`; signs are fixed by default.
 
         >>> Hadamard.parse("hadamard(16)")
-        Hadamard(size=16, signs='fixed')
+        Hadamard(size=16, signs='fixed', matrix='hadamard')
         """
         return _parse_transform(_text("transform", text))
 

@@ -31,12 +31,13 @@ def transform(x: Tensor, turn: Hadamard, axis: int, place: Tensor | None) -> Ten
     v = padded.reshape(padded.shape[0], padded.shape[1] // turn.size, turn.size)
     if turn.signs != "plain":
         v = v * signs(turn, place, x.device)
-    if turn.matrix != "hadamard":
-        turned = (v @ _matrix(turn, x.device).T).reshape(padded.shape)
-        return turned if axis == 1 else turned.T.contiguous()
-    for _ in range(turn.size.bit_length() - 1):
-        v = torch.cat((v[..., ::2] + v[..., 1::2], v[..., ::2] - v[..., 1::2]), dim=2)
-    turned = (v * turn.size**-0.5).reshape(padded.shape)
+    if turn.matrix == "hadamard":
+        for _ in range(turn.size.bit_length() - 1):
+            v = torch.cat((v[..., ::2] + v[..., 1::2], v[..., ::2] - v[..., 1::2]), dim=2)
+        v = v * turn.size**-0.5
+    else:
+        v = v @ _matrix(turn, x.device).T
+    turned: Tensor = v.reshape(padded.shape)
     return turned if axis == 1 else turned.T.contiguous()
 
 
