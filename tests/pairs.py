@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dither import Cast, Stream, UserError
-from dither.ops.reference import adamw, loss, philox, quantize, rounding, sampling
+from dither.ops.reference import adamw, loss, philox, quantize, rounding, sampling, transforms
 from dither.ops.reference import adamw as masters
 from dither.ops.reference.adamw import Piece
 from dither.ops.triton import adamw as kernel_adamw
@@ -17,7 +17,8 @@ from dither.ops.triton import philox as kernel_philox
 from dither.ops.triton import quantize as kernel_quantize
 from dither.ops.triton import rounding as kernel_rounding
 from dither.ops.triton import sampling as kernel_sampling
-from dither.spec import Rounding, levels
+from dither.ops.triton import transforms as kernel_transforms
+from dither.spec import Hadamard, Rounding, levels
 from dither.spec.formats import TABLE, Format
 from dither.spec.optimizer import BLOCKS, MAPS, MASTERS, WHOLE, Update
 from dither.spec.random import Draw, matrix_size
@@ -36,6 +37,16 @@ SCALINGS = [
     "tile(16) nvfp4",
 ]
 ROUNDINGS = ["nearest", "stochastic(16)"]
+RULES = [
+    "e2m1 tile(32) pow2_round",
+    "e2m1 tile(32) pow2_rtz stochastic(16)",
+    "e4m3 block(16) pow2_round",
+    "e2m1 tile(16) four_over_six",
+    "e2m1 block(16) four_over_six",
+    "e4m3 tensor static(0.0123)",
+    "e5m2 tensor static(3) stochastic(8)",
+]
+"""Scale rules for which SCALINGS, times all formats, would be too many."""
 
 
 def casts(formats: list[str] = FORMATS, scalings: list[str] = SCALINGS, roundings: list[str] = ROUNDINGS) -> list[Cast]:
@@ -122,6 +133,12 @@ def check_quantize(
             quantize.fake_quantize(x, cast, axis, draw, amax), kernel_quantize.fake_quantize(x, cast, axis, draw, amax)
         )
     return wrong
+
+
+def check_transform(x: Tensor, text: str, axis: int) -> int:
+    place = torch.tensor([5, 0, STREAM.key], device=x.device)
+    found = (code.transform(x, Hadamard.parse(text), axis, place) for code in (transforms, kernel_transforms))
+    return differing(*found)
 
 
 def check_amax(x: Tensor) -> int:

@@ -141,8 +141,33 @@ def test_axes_of_four_dimensions(text: str, axis: int, device: str) -> None:
     assert pairs.check_quantize(x.permute(2, 3, 0, 1), Cast.parse(text), axis) == 0
 
 
+TURNS = ["hadamard(16)", "hadamard(32,plain)", "hadamard(64,redrawn)", "hadamard(128)"]
+
+
+@pytest.mark.parametrize("text", TURNS)
+def test_transforms(text: str, device: str) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        x = pairs.hard_values(37, 150, dtype, 10, device)
+        for axis in (0, 1):
+            assert pairs.check_transform(x, text, axis) == 0
+            assert pairs.check_transform(x.T.contiguous().T, text, axis) == 0
+
+
+@pytest.mark.parametrize("text", pairs.RULES)
+def test_scale_rules(text: str, device: str) -> None:
+    x = pairs.hard_values(37, 83, torch.bfloat16, 9, device)
+    for axis in (0, 1):
+        assert pairs.check_quantize(x, Cast.parse(text), axis, (2, 8)) == 0
+    if not Cast.parse(text).scaling.two_level:
+        assert pairs.check_both(x, Cast.parse(text)) == 0
+
+
 @pytest.mark.parametrize(
-    "text", ["e4m3 tile(16)", "e4m3 row", "e2m1 tile(16) nvfp4", "e2m1 tile(16) nvfp4 stochastic(16)", "int8 tile(16) pow2"]
+    "text",
+    [
+        *("e4m3 tile(16)", "e4m3 row", "e2m1 tile(16) nvfp4", "e2m1 tile(16) nvfp4 stochastic(16)", "int8 tile(16) pow2"),
+        *("e2m1 tile(16) four_over_six", "e4m3 tile(16) pow2_round"),
+    ],
 )
 def test_lost_groups(text: str, device: str) -> None:
     """NaN and Inf poison their group and nothing else, on both sides."""

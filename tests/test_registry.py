@@ -144,6 +144,7 @@ def test_compiled_code_casts_as_eager_code_does():
         (lambda: ScaleRule("x", lambda amax, format: amax.log()), r"The scale rule 'x' returns -.* scales are positive"),
         (lambda: ScaleRule("x", half, storage="pow2"), r"storage='pow2' holds powers of two alone"),
         (lambda: ScaleRule("nearest", half), r"The scale rule 'nearest' has the name of a rounding"),
+        (lambda: RoundingRule("tile", up, random=True), r"The rounding 'tile' has the name of a granularity"),
         (lambda: ScaleRule("fp32", half), r"There are two scale rules 'fp32', of Dither and of"),
         (lambda: RoundingRule("x", lambda fraction, odd, random: fraction), r"The rounding 'x' returns a bool per number"),
         (lambda: Recipe.of("fp8", "mxfp8", "mxfp8", "mxfp8"), r"The name 'fp8' already means a recipe"),
@@ -168,6 +169,13 @@ def test_a_plugin_that_raises_leaves_nothing_behind(tmp_path):
     with pytest.raises(UserError, match="There is no number format 'seven'"):
         Cast.parse("seven tile(32)")
     assert not any(plugin.name == "broken.py" for plugin in registry.PLUGINS.values())
+    path.write_text("dither.register(")
+    with pytest.raises(UserError, match=r"^The plugin 'broken.py' cannot be imported: SyntaxError: "):
+        registry.load_plugin(path)
+    path.write_text("import dither\n")
+    with pytest.raises(UserError, match=r"^In the plugin 'broken.py': it registers nothing: call dither.register in it\.$"):
+        registry.load_plugin(path)
+    assert [each.name for each in tmp_path.iterdir()] == ["broken.py"]
 
 
 def test_two_plugins_with_one_name_are_refused(tmp_path):

@@ -45,6 +45,21 @@ def test_rounding_of_all_bfloat16_and_float16_and_many_float32(name: str) -> Non
                     assert pairs.check_round(x, name, how, saturate, (3, 8)) == 0, (how, saturate, x.dtype)
 
 
+@pytest.mark.parametrize("text", pairs.RULES)
+def test_scale_rules(text: str) -> None:
+    x = big(torch.bfloat16, 3)[:2504]
+    assert pairs.check_quantize(x, Cast.parse(text), 1) == 0
+    assert pairs.check_quantize(x, Cast.parse(text), 0) == 0
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("text", ["hadamard(16)", "hadamard(32,plain)", "hadamard(64,redrawn)", "hadamard(128)"])
+def test_transforms(text: str, axis: int) -> None:
+    x = big(torch.bfloat16, 4)[:2504]
+    assert pairs.check_transform(x, text, axis) == 0
+    assert pairs.check_transform(x.float()[:, :1001], text, axis) == 0
+
+
 @pytest.mark.parametrize(
     "text",
     [

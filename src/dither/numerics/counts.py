@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from dither.ops.reference import quantize, rounding
-from dither.spec import Cast, Rounding, groups
+from dither.ops.reference import quantize, rounding, transforms
+from dither.spec import Cast, Hadamard, Rounding, groups
 from dither.spec.formats import Format
 from dither.spec.groups import GroupLayout
 
@@ -59,6 +59,10 @@ def cast_counts(x: Tensor, cast: Cast, axis: int = -1, given_amax: Tensor | None
     >>> dict(zip(COUNTS, found.counts.tolist(), strict=True))  # 7 would be 8; 0.2 is below 0.25; 0.3 becomes 0.5
     {'elements': 6.0, 'zeros': 1.0, 'nonfinite': 0.0, 'clipped': 1.0, 'flushed': 1.0, 'subnormal': 1.0}
     """
+    if cast.turn.size:  # whichever signs are drawn, their statistics are alike
+        turn = Hadamard(cast.turn.size, "fixed")
+        lines = x.movedim(axis, -1).reshape(-1, x.shape[axis])
+        x, axis, cast = transforms.transform(lines, turn, 1, None), -1, cast.unturned
     layout = groups.values_layout(tuple(x.shape), cast, axis)
     x_BRC = layout.matrices(x)
     magnitude = x_BRC.abs()
@@ -68,11 +72,12 @@ def cast_counts(x: Tensor, cast: Cast, axis: int = -1, given_amax: Tensor | None
     amax = torch.where(finite, magnitude, 0).amax().float() if x.numel() else torch.zeros((), device=x.device)
     known = torch.where(finite, magnitude, torch.nan)  # NaN compares as false
     scaled = known.float() if factors is None else _multiplied(known, factors.multiply, layout)
+    round = Rounding("nearest") if cast.scaling.kind == "eden" else cast.round
     if cast.element.codebook or not cast.element.mantissa_bits or not cast.round.rule.kernel:
         signed = scaled.copysign(x_BRC.transpose(1, 2) if factors is not None and layout.along_rows else x_BRC)
         changed = _looked_up(signed, cast.element, cast.round)
     else:
-        changed = _changed(scaled, zeros, cast.element, cast.round)
+        changed = _changed(scaled, zeros, cast.element, round)
     counts = torch.stack([torch.full_like(zeros, x.numel()), zeros, x.numel() - finite.sum()]).double()
     scale = amax.new_empty(0)
     if factors is not None:

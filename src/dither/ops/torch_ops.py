@@ -20,7 +20,7 @@ from dither.ops.backend import implementation
 from dither.ops.reference.loss import gradients_like
 from dither.ops.reference.matmul import Operand
 from dither.ops.reference.sampling import LN2, pow2, to_dtype
-from dither.spec import Cast, groups, registry
+from dither.spec import Cast, Hadamard, groups, registry
 from dither.spec.formats import Format
 from dither.spec.random import Draw
 
@@ -137,6 +137,20 @@ def _round_to_op(
     return code.round_to(x, cast.element, cast.round, saturate, draw)  # type: ignore[no-any-return]
 
 
+def _empty_transform(x: Tensor, transform: str, axis: int) -> Tensor:
+    size = list(x.shape)
+    width = Hadamard.parse(transform).size
+    size[axis] = -(-size[axis] // width) * width
+    return x.new_empty(size, dtype=torch.float32)
+
+
+@operator(_empty_transform)
+def _transform_op(x: Tensor, transform: str, axis: int, place: Tensor | None, after: Tensor | None) -> Tensor:
+    """Return the matrix x, transformed along `axis` and padded, in float32; see `reference.transforms`."""
+    code = implementation("transforms", x.device, "auto")
+    return code.transform(x, Hadamard.parse(transform), axis, place)  # type: ignore[no-any-return]
+
+
 @custom_operator(lambda x: x.new_empty((), dtype=torch.float32))
 def _amax_op(x: Tensor, backend: str) -> Tensor:
     return implementation("quantize", x.device, backend).amax(x)  # type: ignore[no-any-return]
@@ -227,7 +241,7 @@ def cast_both(
 def _empty_one(x: Tensor, cast: str, axis: int, container: str) -> tuple[Tensor, Tensor, Tensor]:
     parsed = _casts(cast)[0]
     values, scale = storage.empty_outputs(x, parsed, axis, _container(container, parsed))
-    return values, scale, x.new_empty(() if parsed.scaling.kind == "nvfp4" else (0,), dtype=torch.float32)
+    return values, scale, x.new_empty(() if parsed.scaling.two_level else (0,), dtype=torch.float32)
 
 
 def _empty_both(x: Tensor, cast: str, container: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -257,7 +271,7 @@ def _quantize_op(
 
 def _empty_values(x: Tensor, cast: str, along: bool, across: bool) -> tuple[Tensor, Tensor, Tensor]:
     one, other = (x.new_empty(x.shape if wanted else (0,), dtype=torch.bfloat16) for wanted in (along, across))
-    return one, other, x.new_empty(() if Cast.parse(cast).scaling.kind == "nvfp4" else (0,), dtype=torch.float32)
+    return one, other, x.new_empty(() if Cast.parse(cast).scaling.two_level else (0,), dtype=torch.float32)
 
 
 @operator(_empty_values)

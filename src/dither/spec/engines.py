@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from dither.errors import UserError
 from dither.files import Refused, from_json, read_text
-from dither.spec import PRODUCTS, Cast, LayerPrecision, did_you_mean
+from dither.spec import PRODUCTS, Cast, Hadamard, LayerPrecision, did_you_mean
 from dither.spec.levels import CONTAINERS
 
 CONTAINED = CONTAINERS["e4m3"][1:]
@@ -166,6 +166,11 @@ def engines_of(
         a, b = precision.casts(product)
         if product == "weight_grad" and transposed:
             a, b = b, a
+        turn, length = a.turn if a is not None else Hadamard(), sizes[product][2]
+        if turn.size > length and product != "weight_grad":  # tokens are padded
+            raise UserError(
+                f"{product.replace('_', ' ')} product: {turn} is wider than the {length} features that the product sums over"
+            )
         try:
             engines[product] = engine_for(a, b, sizes[product], capability, plain, verified)
         except UserError as error:
@@ -178,8 +183,8 @@ def scales_inside(cast: Cast, units: str) -> bool:
 
     BF16 has float32's range, so a code times a power of two is a BF16 number. FP16 has a smaller range.
     """
-    grouped = cast.group.kind in ("tile", "block") and cast.scaling.kind != "nvfp4"
-    return grouped and (units == "fp16" or cast.scaling.kind == "fp32")
+    grouped = cast.group.kind in ("tile", "block") and not cast.scaling.two_level
+    return grouped and (units == "fp16" or cast.scaling.storage == "fp32")
 
 
 def _takes_int8(cast: Cast) -> bool:
@@ -202,20 +207,19 @@ def _native(a: Cast, b: Cast, size: tuple[int, int, int], usable: Collection[str
 
 def _mx_kind(cast: Cast) -> Literal["", "mxfp8", "mxfp4", "nvfp4"]:
     """Return which of Blackwell's formats a cast is, or "". Their scales are per row: 16 x 16 blocks repeat theirs."""
-    scale = "pow2" if cast.scaling.kind == "pow2_ceil" else cast.scaling.kind
     known: dict[tuple[str, str, str], Literal["mxfp8", "mxfp4", "nvfp4"]] = {
-        ("e4m3", "tile(32)", "pow2"): "mxfp8",
-        ("e2m1", "tile(32)", "pow2"): "mxfp4",
-        ("e2m1", "tile(16)", "nvfp4"): "nvfp4",
-        ("e2m1", "block(16)", "nvfp4"): "nvfp4",
+        ("e4m3", "tile(32)", "e8m0"): "mxfp8",
+        ("e2m1", "tile(32)", "e8m0"): "mxfp4",
+        ("e2m1", "tile(16)", "e4m3"): "nvfp4",
+        ("e2m1", "block(16)", "e4m3"): "nvfp4",
     }
-    return known.get((cast.format, cast.granularity, scale), "")
+    return known.get((cast.format, cast.granularity, cast.scaling.storage), "")
 
 
 def _fp8_scaling(cast: Cast) -> str:
     """Return the scaling of an operand on FP8 units: "tensor", "row", "tile", "block", or "" if they cannot scale it."""
     kind, size = cast.group.kind, cast.group.size
-    if cast.format not in ("e4m3", "e5m2", *CONTAINED) or cast.scaling.kind == "nvfp4":
+    if cast.format not in ("e4m3", "e5m2", *CONTAINED) or cast.scaling.two_level:
         return ""
     if kind in ("none", "tensor"):
         return "tensor"
@@ -241,7 +245,7 @@ def _exact(cast: Cast, units: str) -> bool:
     element = cast.element
     bits = element.bits - 1 if element.is_integer else element.mantissa_bits + 1
     largest, smallest = element.max, element.min_subnormal
-    if cast.scaling.kind == "nvfp4":  # an E4M3 scale has four significant bits, and a range from 2^-9 to 448
+    if cast.scaling.two_level:  # an E4M3 scale has four significant bits, and a range from 2^-9 to 448
         bits, largest, smallest = bits + 4, largest * 448, smallest * 2.0**-9
     if scales_inside(cast, units) and cast.group.size < SHORTEST_GROUP:
         return False

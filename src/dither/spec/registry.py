@@ -25,7 +25,6 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
-import importlib.util
 import math
 import re
 import sys
@@ -33,6 +32,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from dither.errors import UserError
@@ -227,6 +227,12 @@ for _rule in (
     ScaleRule("fp32", about="largest magnitude / largest value, in float32", kernel=True),
     ScaleRule("pow2", about="OCP MX: a power of two, by the exponents of both", storage="pow2", kernel=True),
     ScaleRule("pow2_ceil", about="the smallest power of two that clips nothing", storage="pow2", kernel=True),
+    ScaleRule("pow2_round", about="the power of two nearest to that of fp32", storage="pow2", kernel=True),
+    ScaleRule("pow2_rtz", about="that of fp32, rounded down to a power of two", storage="pow2", kernel=True),
+    ScaleRule("mse", about="that of fp32 times 1 to 1/2, with the smallest squared error"),
+    ScaleRule("static", about="the number in brackets, one scale per tensor", arguments=1, kernel=True),
+    ScaleRule("four_over_six", about="nvfp4 for 6 or for 4, with the smaller squared error", storage="nvfp4", kernel=True),
+    ScaleRule("eden", about="MS-EDEN: nvfp4, corrected per n values and rounded stochastically", arguments=1, storage="nvfp4"),
     ScaleRule("nvfp4", about="E4M3 per group and float32 per tensor", storage="nvfp4", kernel=True),
     ScaleRule("delayed", about="float32, from the largest magnitudes of earlier steps", storage="delayed", kernel=True),
 ):
@@ -238,6 +244,9 @@ for _rounding in (
     RoundingRule("stochastic", about="either neighbour, unbiased", random=True, kernel=True),
 ):
     ROUNDINGS.add(_rounding)
+
+
+TRANSFORMS.add(Transform("hadamard", about="Hadamard matrix, after plain, fixed or redrawn signs", arguments=2))
 
 
 # Registering ----------------------------------------------------------------------------------------------------------
@@ -272,13 +281,15 @@ def register(*definitions: Any) -> Any:
 @contextlib.contextmanager
 def registering(origin: str) -> Iterator[None]:
     """Register what comes from `origin` inside, and undo it if anything raises."""
-    before = [(table.here.copy(), table.origin.copy()) for table in TABLES.values()]
+    before, plugins = [(table.here.copy(), table.origin.copy()) for table in TABLES.values()], PLUGINS.copy()
     token = _ORIGIN.set(origin)
     try:
         yield
     except BaseException:
         for table, (here, origins) in zip(TABLES.values(), before, strict=True):
             table.here, table.origin = here, origins
+        PLUGINS.clear()
+        PLUGINS.update(plugins)
         for cache in _CACHES:
             cache.cache_clear()
         raise
@@ -302,7 +313,12 @@ WORDS = (("scale rule", "rounding", "transform"), ("format", "cast"))
 """Kinds whose names stand at the same place in the text of a cast, and so must differ."""
 
 
+GRANULARITIES = ("none", "tensor", "row", "block", "tile")
+
+
 def _check_words(kind: str, name: str) -> None:
+    if kind in WORDS[0] and name in GRANULARITIES:
+        raise UserError(f"The {kind} {name!r} has the name of a granularity: choose another name.")
     for kinds in WORDS:
         for other in kinds:
             if kind in kinds and other != kind and name in TABLES[other].here:
@@ -380,9 +396,9 @@ def load_plugin(path: str | Path) -> Plugin:
         return PLUGINS[plugin.sha256]
     before = [dict(table.here) for table in TABLES.values()]
     with registering(f"the plugin {plugin.name!r}"), _one_sentence(f"plugin {plugin.name!r}"):
-        if not (spec := importlib.util.spec_from_file_location(f"dither_plugin_{plugin.sha256[:16]}", path)) or not spec.loader:
-            raise UserError(f"{plugin.name!r} is not a Python file.")
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        module = ModuleType(f"dither_plugin_{plugin.sha256[:16]}")
+        module.__file__ = plugin.path
+        exec(compile(text, plugin.path, "exec"), module.__dict__)  # the text of this SHA-256, and no file of bytecode
         if before == [table.here for table in TABLES.values()]:
             raise UserError("it registers nothing: call dither.register in it.")
     return PLUGINS.setdefault(plugin.sha256, plugin)

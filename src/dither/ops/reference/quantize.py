@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dither.ops import storage
 from dither.ops.reference import packing, philox, rounding, scales
-from dither.spec import Cast
+from dither.spec import Cast, Rounding
 from dither.spec import groups as grouping
 from dither.spec.formats import Format
 from dither.spec.groups import GroupLayout
@@ -150,9 +150,13 @@ def _scaled_values(
     if draw is not None:
         random = layout.matrices(philox.random_bits(draw, *matrix_size(x), cast.round.width).reshape(x.shape))
     factors = factors_of(x_BRC, cast, layout, given_amax)
+    round = cast.round
+    if factors is not None and cast.scaling.kind == "eden":
+        assert random is not None
+        factors, round = scales.eden_factors(x_BRC, cast, layout, factors, random), Rounding("nearest")
     if factors is not None:
-        x_BRC = _product(x_BRC, scales.spread(factors.multiply, layout))
-    return rounding.round_values(x_BRC, cast.element, cast.round, True, random), factors
+        x_BRC = scales.product(x_BRC, scales.spread(factors.multiply, layout))
+    return rounding.round_values(x_BRC, cast.element, round, True, random), factors
 
 
 def factors_of(x_BRC: Tensor, cast: Cast, layout: GroupLayout, given_amax: Tensor | None) -> scales.Factors | None:
@@ -163,25 +167,21 @@ def factors_of(x_BRC: Tensor, cast: Cast, layout: GroupLayout, given_amax: Tenso
     if cast.group.kind == "none":
         return None
     tensor_amax = None
-    if cast.scaling.kind == "nvfp4":
+    if cast.scaling.kind == "static":
+        groups = x_BRC.new_zeros(1, 1, 1)
+    elif cast.scaling.two_level:
         tensor_amax = amax(x_BRC) if given_amax is None else given_amax
         groups = scales.group_amax(x_BRC, layout)
     elif given_amax is not None:
         groups = given_amax.reshape(1, 1, 1)
     else:
         groups = scales.group_amax(x_BRC, layout)
+    if cast.scaling.kind in scales.SEARCHED:
+        wider = scales.SEARCHED[cast.scaling.kind]
+        found = [scales.factors(groups, tensor_amax, cast.element, cast.scaling, cast.round, wider=each) for each in wider]
+        return scales.least_error(x_BRC, cast, layout, found)
     values = scales.group_values(x_BRC, layout).transpose(2, 3).flatten(3) if cast.scaling.rule.values else None
     return scales.factors(groups, tensor_amax, cast.element, cast.scaling, cast.round, values)
-
-
-def _product(x: Tensor, multiply: Tensor) -> Tensor:
-    """Return x * multiply; finite overflow saturates at the largest float32.
-
-    A NaN factor gives NaN with x's sign: devices disagree on the sign of such a product, so it is set here.
-    """
-    limit = torch.finfo(torch.float32).max
-    product = torch.where(x.isfinite(), (x * multiply).clamp(-limit, limit), x * multiply)
-    return torch.where(multiply.isnan(), torch.full_like(x, torch.nan).copysign(x), product)
 
 
 def restored(values: Tensor, restore: Tensor | None, tensor: Tensor | None, dtype: torch.dtype) -> Tensor:

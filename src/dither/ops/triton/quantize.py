@@ -116,10 +116,10 @@ def _dequantize_kernel(
         group = first + tl.arange(0, Q // GQ) * GQ
         place = scale_ptr + batch * scale_batch + (line // gp)[:, None] * scale_line + (group // gq)[None, :] * scale_group
         stored = tl.load(place, mask=in_line & (group < length)[None, :], other=0)
-        if S.KIND == "pow2" or S.KIND == "pow2_ceil":
+        if S.STORED == "e8m0":
             exponent = stored.to(tl.int32)
             restore = as_float(tl.where(exponent == 0, 1 << 22, tl.where(exponent == 255, 0x7FC00000, exponent << 23)))
-        elif S.KIND == "nvfp4":
+        elif S.STORED == "e4m3":
             restore = decode(stored.to(tl.int32), E)
             if OUTER:
                 tensor = tl.load(tensor_ptr)
@@ -157,7 +157,7 @@ def dequantize(
         groups = scale.reshape(1, 1, 1).expand(layout.batch, 1, 1) if whole else layout.collect(scale)
     if out.numel():
         strides = codes.stride()[:2], groups.stride() if groups.dim() == 3 else (0, 0, 0)
-        outer = bool(tensor_scale.numel()) and cast.scaling.kind == "nvfp4"
+        outer = bool(tensor_scale.numel()) and cast.scaling.two_level
         launch = _dequantize_launch(layout, strides, out.stride(), dtype, groups.dtype, out.device, cast, outer)
         launch(codes, groups, tensor_scale, out)
     return layout.restore(out)
@@ -442,7 +442,7 @@ def _values_kernel(
     x = tl.reshape(tl.permute(tl.reshape(x, [A, ROWS // A, COLUMNS]), (1, 0, 2)), [ROWS, COLUMNS])
     random = tl.reshape(tl.permute(tl.reshape(random, [A, ROWS // A, COLUMNS]), (1, 0, 2)), [ROWS, COLUMNS])
     tensor = 1.0
-    if S.KIND == "nvfp4":
+    if S.STORED == "e4m3":
         tensor = tensor_factor(tl.load(amax_ptr), S)
         if tl.program_id(0) == 0:
             tl.store(tensor_ptr, tensor)
@@ -471,7 +471,7 @@ def quantize_values(
 ) -> tuple[list[Tensor], Tensor]:
     """Return codes times the scales of their groups in BF16, cast along each of `axes`, and the scale of the tensor."""
     results = [torch.empty(x.shape, dtype=torch.bfloat16, device=x.device) for _ in axes]
-    two_level = cast.scaling.kind == "nvfp4"
+    two_level = cast.scaling.two_level
     tensor = torch.empty(() if two_level else (0,), dtype=torch.float32, device=x.device)
     amax = tensor
     if two_level:
@@ -592,7 +592,7 @@ def quantize_both(
         return outputs
     amax = measured
     if cast.group.kind == "tensor":
-        amax = amax_bits(x) if given_amax is None else given_amax
+        amax = _tensor_amax(x, cast) if given_amax is None else given_amax
     if launch is not None:
         launch(x, *along, *across, amax, measured, *draw_arguments(draw))
     elif cast.group.kind == "tensor":
@@ -678,17 +678,17 @@ def _launch(
     """Write codes (or, if `fake`, values) to `out` and scales to `scale`. Return nvfp4's tensor scale, or an empty one."""
     kind = cast.group.kind
     x_BRC = layout.matrices(x)
-    tensor = x.new_empty(() if cast.scaling.kind == "nvfp4" else (0,), dtype=torch.float32)
+    tensor = x.new_empty(() if cast.scaling.two_level else (0,), dtype=torch.float32)
     tensor_amax = line_amax = tensor
     measure = kind in ("tile", "block") or (kind == "row" and not layout.along_rows and 0 < layout.columns <= LONGEST_ROW)
-    if cast.scaling.kind == "nvfp4":
+    if cast.scaling.two_level:
         tensor_amax = amax_bits(x) if given_amax is None else given_amax.view(torch.int32)
         store_factors(tensor_amax, tensor, cast)
     elif kind != "none" and not measure:
         if given_amax is not None:
             line_amax = given_amax.view(torch.int32)
         else:
-            line_amax = amax_bits(x) if kind == "tensor" else line_amax_bits(x_BRC, layout.along_rows)
+            line_amax = _tensor_amax(x, cast) if kind == "tensor" else line_amax_bits(x_BRC, layout.along_rows)
         if not fake:
             store_factors(line_amax, _bits(scale), cast)
     if not x.numel():
@@ -756,6 +756,11 @@ def _one_launch(
         num_warps=warps,
         maxnreg=REGISTERS if not drawn[0] and warps == 4 else None,
     )
+
+
+def _tensor_amax(x: Tensor, cast: Cast) -> Tensor:
+    """Return the bits of the largest magnitude of x, 0-d int32; a static scale asks for none."""
+    return torch.zeros((), dtype=torch.int32, device=x.device) if cast.scaling.kind == "static" else amax_bits(x)
 
 
 def _drawn(cast: Cast, draw: Draw | None) -> tuple[bool, bool, bool]:

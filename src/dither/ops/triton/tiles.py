@@ -125,10 +125,32 @@ def scaled_bits(x, multiply, S: tl.constexpr, MEASURE: tl.constexpr):
     if S.KIND == "none":
         return as_bits(magnitude)
     y = as_bits(magnitude * multiply)
-    if not MEASURE or S.KIND == "nvfp4":
+    if not MEASURE or S.STORED == "e4m3":
         # `amax` was passed in: a finite product may overflow, and then saturates.
         y = tl.where((y == 0x7F800000) & (as_bits(magnitude) < 0x7F800000), 0x7F7FFFFF, y)
     return y
+
+
+@triton.jit
+def squared_error(
+    x,
+    multiply,
+    restore,
+    F: tl.constexpr,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    Q: tl.constexpr,
+    GP: tl.constexpr,
+    GQ: tl.constexpr,
+):
+    """Return the squared error of each group, as `reference.scales.least_error` does: integers, so that any order will do."""
+    y = scaled_bits(x, spread(multiply, P, Q, GP, GQ), S, True)
+    difference = tl.abs(as_float(y) - as_float(round_bits(y, y, y, F, H, True)))
+    units = tl.where(difference < 2.0, difference * 1024.0 + 0.5, 2048.0)
+    units = tl.where(difference == difference, units, 0.0).to(tl.int32)
+    squares = tl.reshape(units * units, [P // GP, GP, Q // GQ, GQ])
+    return tl.sum(tl.sum(squares, axis=3), axis=1).to(tl.float32) * (restore * restore)
 
 
 @triton.jit
@@ -283,6 +305,13 @@ def cast_tile(
                 n: tl.constexpr = (P // GP) * (Q // GQ)
                 amax = tl.reshape(tl.gather(tl.reshape(amax, [n]), tl.arange(0, n), 0), [P // GP, Q // GQ])
         multiply, restore, stored = group_factors(amax, tensor, S, E, W, MEASURE, H.NATIVE)
+        if S.KIND == "four_over_six":
+            multiply_4, restore_4, stored_4 = group_factors(amax, tensor, S, E, W, MEASURE, H.NATIVE, 1.5)
+            six = squared_error(x, multiply, restore, F, S, H, P, Q, GP, GQ)
+            four = squared_error(x, multiply_4, restore_4, F, S, H, P, Q, GP, GQ)
+            multiply = tl.where(four < six, multiply_4, multiply)
+            restore = tl.where(four < six, restore_4, restore)
+            stored = tl.where(four < six, stored_4, stored)
         if MEASURE and not FAKE:
             innermost: tl.constexpr = S.KIND == "fp32" and GP == 1 and GQ == 128  # as GroupLayout.lines_innermost says
             store_scales(scale_ptr, stored, line0, first, lines, length, P, Q, GP, GQ, innermost)
@@ -290,7 +319,7 @@ def cast_tile(
         restore = spread(restore, P, Q, GP, GQ)
     if FAKE:
         value = as_float(round_bits(scaled_bits(x, multiply, S, MEASURE), as_bits(x), random, F, H, True))
-        result = restored(value, restore, tensor, out_ptr.dtype.element_ty, S.KIND != "none", S.KIND == "nvfp4", H.NATIVE)
+        result = restored(value, restore, tensor, out_ptr.dtype.element_ty, S.KIND != "none", S.STORED == "e4m3", H.NATIVE)
         at = first + tl.arange(0, Q)
         inside = (line < lines)[:, None] & (at < length)[None, :]
         tl.store(out_ptr + line[:, None] * stride_line + at[None, :] * stride_element, result, mask=inside)
@@ -448,7 +477,7 @@ def cast_program(
         False,
     )  # fmt: skip
     tensor = 1.0
-    if S.KIND == "nvfp4":
+    if S.STORED == "e4m3":
         tensor = tensor_factor(tl.load(tensor_ptr), S)
     P: tl.constexpr = COLUMNS if ALONG_ROWS else ROWS
     Q: tl.constexpr = ROWS if ALONG_ROWS else COLUMNS
