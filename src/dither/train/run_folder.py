@@ -239,8 +239,8 @@ def check_plugins(folder: Path) -> None:
         if sha256 not in registry.PLUGINS:
             path = folder / PLUGINS / Path(str(name)).name
             raise UserError(
-                f"The run was started with the plugin {str(name)!r}, Python code that a resume does not run unasked: if you trust "
-                f"the file and its SHA-256 is {str(sha256)[:64]}, add --plugin {path}."
+                f"The run was started with the plugin {str(name)!r}, Python code that a resume does not run unasked: if you "
+                f"trust the file and its SHA-256 is {str(sha256)[:64]}, add --plugin {path}."
             )
 
 
