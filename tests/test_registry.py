@@ -144,6 +144,7 @@ def test_compiled_code_casts_as_eager_code_does():
         (lambda: ScaleRule("x", lambda amax, format: amax.log()), r"The scale rule 'x' returns -.* scales are positive"),
         (lambda: ScaleRule("x", half, storage="pow2"), r"storage='pow2' holds powers of two alone"),
         (lambda: ScaleRule("nearest", half), r"The scale rule 'nearest' has the name of a rounding"),
+        (lambda: RoundingRule("tile", up, random=True), r"The rounding 'tile' has the name of a granularity"),
         (lambda: ScaleRule("fp32", half), r"There are two scale rules 'fp32', of Dither and of"),
         (lambda: RoundingRule("x", lambda fraction, odd, random: fraction), r"The rounding 'x' returns a bool per number"),
         (lambda: Recipe.of("fp8", "mxfp8", "mxfp8", "mxfp8"), r"The name 'fp8' already means a recipe"),
@@ -168,6 +169,13 @@ def test_a_plugin_that_raises_leaves_nothing_behind(tmp_path):
     with pytest.raises(UserError, match="There is no number format 'seven'"):
         Cast.parse("seven tile(32)")
     assert not any(plugin.name == "broken.py" for plugin in registry.PLUGINS.values())
+    path.write_text("dither.register(")
+    with pytest.raises(UserError, match=r"^The plugin 'broken.py' cannot be imported: SyntaxError: "):
+        registry.load_plugin(path)
+    path.write_text("import dither\n")
+    with pytest.raises(UserError, match=r"^In the plugin 'broken.py': it registers nothing: call dither.register in it\.$"):
+        registry.load_plugin(path)
+    assert [each.name for each in tmp_path.iterdir()] == ["broken.py"]
 
 
 def test_two_plugins_with_one_name_are_refused(tmp_path):
@@ -257,7 +265,7 @@ def test_an_installed_package_is_found_trains_and_resumes_bit_for_bit(installed,
     assert "needs the rounding 'coin', which is code of the package 'dither-penta' and not registered here: install" in refused
 
 
-def test_a_file_is_stored_in_the_run_and_a_resume_needs_it(tmp_path, capsys):
+def test_a_file_is_stored_in_the_run_and_a_resume_needs_it(tmp_path, capsys, monkeypatch):
     text, out, path = runs.write_bottles(tmp_path / "text"), tmp_path / "run", tmp_path / "mine.py"
     path.write_text("import dither\ndither.register(dither.Format.from_values('two', [-1, 0, 1.5]))\n"
                     "dither.register(dither.Recipe.of('two', 'two row', 'two row', 'two row'))\n")  # fmt: skip
@@ -267,11 +275,13 @@ def test_a_file_is_stored_in_the_run_and_a_resume_needs_it(tmp_path, capsys):
     assert "mine.py" in printed.err
     assert "The plugin 'mine.py' has the SHA-256" in printed.out
     assert (out / "plugins" / "mine.py").read_bytes() == path.read_bytes()
-    (out / "plugins" / "mine.py").write_text("import dither\n")
-    assert cli.main(["train", "--resume", "--out", str(out), "run.steps=2"]) == 2
-    assert "plugins/mine.py' of the run is gone or has changed: put the file of SHA-256" in capsys.readouterr().err
-    (out / "plugins" / "mine.py").write_bytes(path.read_bytes())
-    assert cli.main(["train", "--resume", "--out", str(out), "run.steps=2"]) == 0
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(registry, "PLUGINS", {})
+        assert cli.main(["train", "--resume", "--out", str(out), "run.steps=2"]) == 2
+    message = capsys.readouterr().err
+    assert "Python code that a resume does not run unasked" in message
+    assert f"--plugin {out / 'plugins' / 'mine.py'}" in message.replace("\n", " ")
+    assert cli.main(["train", "--resume", "--out", str(out), "--plugin", str(path), "run.steps=2"]) == 0
 
 
 # SNIP, GaussWS and the bench --------------------------------------------------------------------------------------------

@@ -358,9 +358,6 @@ def _parse_rounding(text: str) -> Rounding:
     )
 
 
-GRANULARITIES = ("none", "tensor", "row", "block", "tile")
-
-
 def _is_rounding(word: str) -> bool:
     return word.partition("(")[0] in registry.ROUNDINGS.here
 
@@ -386,7 +383,7 @@ def _parse_cast(text: str) -> Cast:
     if len(words) > 1 and words[-1].startswith("hadamard"):
         return replace(_parse_cast(" ".join(words[:-1])), transform=str(Hadamard.parse(words[-1])))
     for word in words:
-        if registry.arguments(word)[0] not in GRANULARITIES and (word != words[0] or spelled(word) is None):
+        if registry.arguments(word)[0] not in registry.GRANULARITIES and (word != words[0] or spelled(word) is None):
             registry.look_up(word)
     rounding = words.pop() if len(words) > 1 and _is_rounding(words[-1]) else ""
     if len(words) == 1 and words[0] in NAMED_CASTS.here:

@@ -25,7 +25,6 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
-import importlib.util
 import math
 import re
 import sys
@@ -33,6 +32,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from dither.errors import UserError
@@ -281,13 +281,15 @@ def register(*definitions: Any) -> Any:
 @contextlib.contextmanager
 def registering(origin: str) -> Iterator[None]:
     """Register what comes from `origin` inside, and undo it if anything raises."""
-    before = [(table.here.copy(), table.origin.copy()) for table in TABLES.values()]
+    before, plugins = [(table.here.copy(), table.origin.copy()) for table in TABLES.values()], PLUGINS.copy()
     token = _ORIGIN.set(origin)
     try:
         yield
     except BaseException:
         for table, (here, origins) in zip(TABLES.values(), before, strict=True):
             table.here, table.origin = here, origins
+        PLUGINS.clear()
+        PLUGINS.update(plugins)
         for cache in _CACHES:
             cache.cache_clear()
         raise
@@ -311,7 +313,12 @@ WORDS = (("scale rule", "rounding", "transform"), ("format", "cast"))
 """Kinds whose names stand at the same place in the text of a cast, and so must differ."""
 
 
+GRANULARITIES = ("none", "tensor", "row", "block", "tile")
+
+
 def _check_words(kind: str, name: str) -> None:
+    if kind in WORDS[0] and name in GRANULARITIES:
+        raise UserError(f"The {kind} {name!r} has the name of a granularity: choose another name.")
     for kinds in WORDS:
         for other in kinds:
             if kind in kinds and other != kind and name in TABLES[other].here:
@@ -389,9 +396,9 @@ def load_plugin(path: str | Path) -> Plugin:
         return PLUGINS[plugin.sha256]
     before = [dict(table.here) for table in TABLES.values()]
     with registering(f"the plugin {plugin.name!r}"), _one_sentence(f"plugin {plugin.name!r}"):
-        if not (spec := importlib.util.spec_from_file_location(f"dither_plugin_{plugin.sha256[:16]}", path)) or not spec.loader:
-            raise UserError(f"{plugin.name!r} is not a Python file.")
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        module = ModuleType(f"dither_plugin_{plugin.sha256[:16]}")
+        module.__file__ = plugin.path
+        exec(compile(text, plugin.path, "exec"), module.__dict__)  # the text of this SHA-256, and no file of bytecode
         if before == [table.here for table in TABLES.values()]:
             raise UserError("it registers nothing: call dither.register in it.")
     return PLUGINS.setdefault(plugin.sha256, plugin)
