@@ -289,7 +289,7 @@ def test_an_installed_package_is_found_trains_and_resumes_bit_for_bit(installed,
     assert "needs the rounding 'coin', which is code of the package 'dither-penta' and not registered here: install" in refused
 
 
-def test_a_file_is_stored_in_the_run_and_a_resume_needs_it(tmp_path, capsys):
+def test_a_file_is_stored_in_the_run_and_a_resume_needs_it(tmp_path, capsys, monkeypatch):
     text, out, path = runs.write_bottles(tmp_path / "text"), tmp_path / "run", tmp_path / "mine.py"
     path.write_text("import dither\ndither.register(dither.Format.from_values('two', [-1, 0, 1.5]))\n"
                     "dither.register(dither.Recipe.of('two', 'two row', 'two row', 'two row'))\n")  # fmt: skip
@@ -299,11 +299,13 @@ def test_a_file_is_stored_in_the_run_and_a_resume_needs_it(tmp_path, capsys):
     assert "mine.py" in printed.err
     assert "The plugin 'mine.py' has the SHA-256" in printed.out
     assert (out / "plugins" / "mine.py").read_bytes() == path.read_bytes()
-    (out / "plugins" / "mine.py").write_text("import dither\n")
-    assert cli.main(["train", "--resume", "--out", str(out), "run.steps=2"]) == 2
-    assert "plugins/mine.py' of the run is gone or has changed: put the file of SHA-256" in capsys.readouterr().err
-    (out / "plugins" / "mine.py").write_bytes(path.read_bytes())
-    assert cli.main(["train", "--resume", "--out", str(out), "run.steps=2"]) == 0
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(registry, "PLUGINS", {})
+        assert cli.main(["train", "--resume", "--out", str(out), "run.steps=2"]) == 2
+    message = capsys.readouterr().err
+    assert "Python code that a resume does not run unasked" in message
+    assert f"--plugin {out / 'plugins' / 'mine.py'}" in message.replace("\n", " ")
+    assert cli.main(["train", "--resume", "--out", str(out), "--plugin", str(path), "run.steps=2"]) == 0
 
 
 # SNIP, GaussWS and the bench --------------------------------------------------------------------------------------------
