@@ -204,6 +204,39 @@ def mx_ceil_exponent(amax: float, largest: float) -> int:
     return exponent
 
 
+def mx_round_exponent(amax: float, largest: float) -> int:
+    """The exponent of the power of two nearest to amax / largest, ties up, within E8M0's range."""
+    wanted = Fraction(amax) / Fraction(largest)
+    exponent = floor_log2(wanted)
+    return min(max(exponent + (wanted >= Fraction(3, 2) * Fraction(2) ** exponent), -127), 127)
+
+
+def mx_rtz_exponent(amax: float, largest: float) -> int:
+    """The exponent of amax / largest rounded down to a power of two, within E8M0's range."""
+    return min(max(floor_log2(Fraction(amax) / Fraction(largest)), -127), 127)
+
+
+def four_over_six(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """NVFP4 values, block scales, and the squared errors for 6 and for 4 of blocks [blocks, n] (float32) that are a tensor.
+
+    Block by block (arXiv 2512.02010): one float32 scale from 256 * 6, E4M3 scales that bring the block's largest magnitude to
+    6 or to 4, and the one with the smaller squared error, in float64 here.
+    """
+    f = np.float32
+    tensor = f(np.abs(x).max() / f(256 * 6))
+    wanted = np.abs(x).max(axis=1) / f(6) / tensor
+    found, errors = [], []
+    for wider in (1.0, 1.5):
+        scale = np.maximum((wanted * f(wider)).astype(ml_dtypes.float8_e4m3fn).astype(f), f(2.0**-9))
+        y = x * (f(1) / tensor / scale)[:, None]
+        q = np.clip(y, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(f)
+        found.append((q * scale[:, None] * tensor, scale))
+        errors.append(((widen(y) - q) ** 2).sum(axis=1) * widen(scale) ** 2)
+    four = errors[1] < errors[0]
+    values = np.where(four[:, None], found[1][0], found[0][0])
+    return values, np.where(four, found[1][1], found[0][1]), np.stack(errors)
+
+
 def float32(x: Fraction) -> np.float32:
     """The float32 nearest to a rational, ties to even, subnormals included; Inf beyond the range."""
     if x == 0:

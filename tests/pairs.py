@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dither import Cast, Stream, UserError
-from dither.ops.reference import adamw, loss, philox, quantize, rounding, sampling
+from dither.ops.reference import adamw, loss, philox, quantize, rounding, sampling, transforms
 from dither.ops.reference import adamw as masters
 from dither.ops.reference.adamw import Piece
 from dither.ops.triton import adamw as kernel_adamw
@@ -17,7 +17,8 @@ from dither.ops.triton import philox as kernel_philox
 from dither.ops.triton import quantize as kernel_quantize
 from dither.ops.triton import rounding as kernel_rounding
 from dither.ops.triton import sampling as kernel_sampling
-from dither.spec import Rounding, levels
+from dither.ops.triton import transforms as kernel_transforms
+from dither.spec import Hadamard, Rounding, levels
 from dither.spec.formats import TABLE, Format
 from dither.spec.optimizer import BLOCKS, MAPS, MASTERS, WHOLE, Update
 from dither.spec.random import Draw, matrix_size
@@ -36,6 +37,16 @@ SCALINGS = [
     "tile(16) nvfp4",
 ]
 ROUNDINGS = ["nearest", "stochastic(16)"]
+RULES = [
+    "e2m1 tile(32) pow2_round",
+    "e2m1 tile(32) pow2_rtz stochastic(16)",
+    "e4m3 block(16) pow2_round",
+    "e2m1 tile(16) four_over_six",
+    "e2m1 block(16) four_over_six",
+    "e4m3 tensor static(0.0123)",
+    "e5m2 tensor static(3) stochastic(8)",
+]
+"""Scale rules for which SCALINGS, times all formats, would be too many."""
 
 
 def casts(formats: list[str] = FORMATS, scalings: list[str] = SCALINGS, roundings: list[str] = ROUNDINGS) -> list[Cast]:
@@ -124,6 +135,12 @@ def check_quantize(
     return wrong
 
 
+def check_transform(x: Tensor, text: str, axis: int) -> int:
+    place = torch.tensor([5, 0, STREAM.key], device=x.device)
+    found = (code.transform(x, Hadamard.parse(text), axis, place) for code in (transforms, kernel_transforms))
+    return differing(*found)
+
+
 def check_amax(x: Tensor) -> int:
     return differing(quantize.amax(x), kernel_quantize.amax(x))
 
@@ -138,6 +155,23 @@ def check_both(x: Tensor, cast: Cast, offset: tuple[int, int] = (0, 0), containe
             kernel_quantize.quantize_both(x, cast, draw, amax, stored),
         )
     )
+
+
+def check_values(x: Tensor, cast: Cast, offset: tuple[int, int] = (0, 0), amax: Tensor | None = None) -> int:
+    """Codes times the scales of their groups, of one layout and of both, and that they are what codes stand for."""
+    draw, wrong = draw_for(x, cast.round, offset), 0
+    for axes in ((1,), (0,), (1, 0)):
+        (wanted, tensor), (found, tensor_found) = (
+            code.quantize_values(x, cast, axes, draw, amax) for code in (quantize, kernel_quantize)
+        )
+        wrong += differing(tensor, tensor_found) + sum(map(differing, wanted, found))
+        for axis, numbers in zip(axes, wanted, strict=True):
+            values, scale, outer = quantize.quantize(x, cast, axis, draw, amax, cast.element)
+            wrong += differing(outer, tensor)
+            one = torch.ones_like(outer)
+            decoded = quantize.dequantize(values, scale, one, cast, tuple(x.shape), axis, torch.bfloat16)
+            wrong += differing(decoded, numbers)
+    return wrong
 
 
 def check_apart(x: Tensor, along: Cast, across: Cast) -> int:

@@ -31,7 +31,7 @@ from dither.tools.memory import (
     shape_of,
 )
 from dither.tools.recommend import Advice, advice_for, advice_here, cpu_here, recommend
-from dither.tools.scaling import CHOICES, Job, TrainingStep, gathering, rank
+from dither.tools.scaling import CHOICES, Clock, Job, TrainingStep, gathering, rank
 from dither.train import Config
 from dither.train import config as configs
 
@@ -265,6 +265,14 @@ def test_predicted_steps_are_within_10_percent_of_measured_ones_and_in_the_docs(
     assert abs(time) < 0.06
     assert memory is None or abs(memory) < 0.01
     assert text in PAGE
+
+
+@pytest.mark.parametrize(("states", "measured"), [(None, 4.34), ("companded8", 4.19), ("dynamic8", 6.74), ("e4m3", 4.24)])
+def test_predicted_optimizer_steps_are_those_of_the_benchmarks(states, measured):
+    """Milliseconds of the 1B Llama in BF16 on an H200."""
+    shape = SHAPES["1B"][0]
+    found = 1e3 * Clock(shape, Setting(mode="bf16-sr", states=states), H200).update(shape.parameters, 0)
+    assert found == pytest.approx(measured, rel=0.1)
 
 
 # Published runs -------------------------------------------------------------------------------------------------------

@@ -144,6 +144,11 @@ def test_inf_into_a_saturating_cast(what):
         assert "infinity" in text
 
 
+@pytest.mark.parametrize("name", ["e4m3", "e2m1", "int4"])
+def test_inf_into_a_format_without_inf_is_an_error_without_saturation_too(name):
+    assert "inf at [1, 2]" in sentence(lambda: dither.round_to(with_value(INF), name, saturate=False))
+
+
 @pytest.mark.parametrize("name", ["e5m2", "e3m4", "bf16", "fp16", "fp32", "e4m10"])
 def test_inf_passes_into_a_format_with_inf_when_not_saturating(name):
     assert dither.round_to(with_value(-INF), name, saturate=False)[1, 2].item() == -INF
@@ -215,6 +220,11 @@ def test_an_axis_that_does_not_exist(what):
         assert f"from {low} to {high}" in text
 
 
+@pytest.mark.parametrize("axis", ["0", None, 1.0, (0, 1)])
+def test_an_axis_that_is_no_integer(axis):
+    assert repr(axis) in sentence(lambda: dither.quantize(X, "e4m3 row", axis=axis))
+
+
 @pytest.mark.parametrize("what", CASTING)
 def test_an_offset_or_a_step_out_of_range(what):
     def with_stream(**given):
@@ -273,3 +283,8 @@ def test_a_history_belongs_to_delayed_scaling():
 @pytest.mark.parametrize("amax", [1.0, torch.zeros(3)], ids=["float", "1-D"])
 def test_a_history_takes_one_magnitude(amax):
     assert "0-d" in sentence(lambda: AmaxHistory.empty(DELAYED).push(amax))
+
+
+def test_an_amax_that_is_no_magnitude_loses_the_tensor():
+    """Clamped to the smallest magnitude there is, a negative one would saturate everything in silence."""
+    assert dither.quantize(X, "e4m3 tensor", amax=torch.tensor(-1.0)).scale.isnan()

@@ -22,6 +22,7 @@ from dither.nn import FrozenLinear, functional
 from dither.nn.functional import State
 from dither.nn.linear import Linear
 from dither.nn.step import step_context
+from dither.ops import backend as devices
 from dither.ops.reference import quantize
 from dither.spec import LayerPrecision
 
@@ -656,6 +657,25 @@ def test_what_cannot_be_adopted_says_so() -> None:
         Linear.adopt(Linear(4, 4), LayerPrecision(), name="head")
     with pytest.raises(UserError, match="takes a LayerPrecision, not 'fp8'"):
         Linear(4, 4, precision="fp8")
+
+
+def test_engines_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "capability_of", lambda device: (9, 0))
+    layer = Linear(256, 128, precision=precision("fp4-block"), name="up")
+    assert layer.engines("cuda") == dict.fromkeys(["forward", "input_grad", "weight_grad"], "fp8-container")
+    layer.set_precision(LayerPrecision.of("e4m3 tile(128)", "e4m3 block(128)", "mxfp8", {"weight_grad": "bf16"}))
+    assert layer.engines("cuda") == {"forward": "fp8", "input_grad": "bf16-group", "weight_grad": "torch"}
+    layer.set_precision(LayerPrecision.of("e4m3 tile(128)", "e4m3 block(128)", "e4m3 tile(8)"))
+    with pytest.raises(UserError, match="The layer 'up', input grad product: no matrix units"):
+        layer.engines("cuda")
+    odd = Linear(256, 130, precision=precision("fp8-row"), name="odd")
+    assert odd.engines("cuda") == {"forward": "bf16", "input_grad": "bf16", "weight_grad": "fp8"}
+    emulated = Linear(256, 130, precision=precision("fp8-row"), emulate=True)
+    assert set(emulated.engines("cuda").values()) == {"fp32"}
+    verified = Linear(256, 128, precision=precision("mxfp8"), verified=["mxfp8"])
+    # 16 tokens, which the weight gradient sums over, are too few for units that scale groups of 32.
+    assert verified.engines("cuda") == {"forward": "mxfp8", "input_grad": "mxfp8", "weight_grad": "bf16"}
+    assert set(verified.engines("cuda", tokens=64).values()) == {"mxfp8"}
 
 
 def test_a_delayed_operand_beside_an_override_keeps_its_history() -> None:

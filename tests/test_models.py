@@ -175,6 +175,20 @@ def test_gpt_neo_presets_have_the_sizes_of_the_published_models(name, count):
 
 
 # Two warnings of torch's own while it traces.
+def test_initialisation():
+    config = dataclasses.replace(TINY, initializer_range=0.01)
+    model = Llama(config, generator=seeded())
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            assert bool((parameter == 1).all()), name
+        else:  # mean and deviation of n numbers are off by sigma / sqrt(n) and sigma / sqrt(2 n); five of them
+            n = parameter.numel()
+            assert abs(parameter.mean().item()) < 5 * 0.01 / n**0.5, name
+            assert abs(parameter.std().item() - 0.01) < 5 * 0.01 / (2 * n) ** 0.5, name
+    again = Llama(config, generator=seeded())
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
 @pytest.mark.sampled(cover=1)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning", "ignore:.*should not be instantiated")
 @pytest.mark.parametrize("config", BOTH.values(), ids=BOTH)

@@ -268,6 +268,21 @@ def test_stagnation_and_its_warning(rounding):
 # FP16 -----------------------------------------------------------------------------------------------------------------
 
 
+def test_the_warning_is_a_warning_unless_somebody_is_told():
+    model = net(dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-7, weight_decay=0)
+    monitor = Monitor(model, optimizer, every=1)
+
+    def step(number: int) -> None:
+        with monitor.step(number):
+            model(data().bfloat16()).sum().backward()
+            optimizer.step()
+
+    with pytest.warns(UserWarning, match="rounding to nearest drops"):
+        step(0)
+    step(1)  # once: warnings are errors here
+
+
 def test_the_loss_scale_that_gradients_need():
     torch.manual_seed(0)
     layer = nn.Sequential(nn.Linear(16, 64))

@@ -113,6 +113,15 @@ def test_a_group_that_comes_later() -> None:
     optimizer.step()
 
 
+def test_one_dimension_keeps_float32_moments_where_others_have_8_bits() -> None:
+    net = model()
+    optimizer = AdamW(net.named_parameters(), lr=1e-2, states="dynamic8", block=16)
+    train(net, optimizer, range(1))
+    state = optimizer.state[net[0].weight]
+    assert (state["exp_avg"].dtype, state["exp_avg_scale"].shape) == (torch.uint8, (40, 2))
+    assert optimizer.state[net[0].bias]["exp_avg"].dtype == torch.float32
+
+
 @pytest.mark.parametrize("states", [*WHOLE, *BLOCKS])
 def test_strides_do_not_matter(states: str) -> None:
     """A transposed parameter, and a gradient with strides of its own, become what contiguous ones become."""

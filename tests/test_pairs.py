@@ -141,8 +141,33 @@ def test_axes_of_four_dimensions(text: str, axis: int, device: str) -> None:
     assert pairs.check_quantize(x.permute(2, 3, 0, 1), Cast.parse(text), axis) == 0
 
 
+TURNS = ["hadamard(16)", "hadamard(32,plain)", "hadamard(64,redrawn)", "hadamard(128)"]
+
+
+@pytest.mark.parametrize("text", TURNS)
+def test_transforms(text: str, device: str) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        x = pairs.hard_values(37, 150, dtype, 10, device)
+        for axis in (0, 1):
+            assert pairs.check_transform(x, text, axis) == 0
+            assert pairs.check_transform(x.T.contiguous().T, text, axis) == 0
+
+
+@pytest.mark.parametrize("text", pairs.RULES)
+def test_scale_rules(text: str, device: str) -> None:
+    x = pairs.hard_values(37, 83, torch.bfloat16, 9, device)
+    for axis in (0, 1):
+        assert pairs.check_quantize(x, Cast.parse(text), axis, (2, 8)) == 0
+    if not Cast.parse(text).scaling.two_level:
+        assert pairs.check_both(x, Cast.parse(text)) == 0
+
+
 @pytest.mark.parametrize(
-    "text", ["e4m3 tile(16)", "e4m3 row", "e2m1 tile(16) nvfp4", "e2m1 tile(16) nvfp4 stochastic(16)", "int8 tile(16) pow2"]
+    "text",
+    [
+        *("e4m3 tile(16)", "e4m3 row", "e2m1 tile(16) nvfp4", "e2m1 tile(16) nvfp4 stochastic(16)", "int8 tile(16) pow2"),
+        *("e2m1 tile(16) four_over_six", "e4m3 tile(16) pow2_round"),
+    ],
 )
 def test_lost_groups(text: str, device: str) -> None:
     """NaN and Inf poison their group and nothing else, on both sides."""
@@ -184,6 +209,22 @@ def test_both_layouts(cast: Cast, dtype: torch.dtype, device: str) -> None:
         x = pairs.hard_values(70, 75, torch.bfloat16, 9, device)
         assert pairs.check_both(x, cast, container="e4m3") == 0
         assert pairs.check_quantize(x, cast, 1, container="e4m3") == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["nvfp4", "e2m1 block(16) nvfp4 stochastic(16)", "mxfp4 stochastic(8)", "mxfp8", "int4 tile(16) pow2"],
+)
+def test_values(text: str, device: str) -> None:
+    """Whole tiles and ragged ones, other strides, lost groups, and a given magnitude that is far too small."""
+    cast, x = Cast.parse(text), pairs.hard_values(130, 136, torch.bfloat16, 9, device)
+    assert pairs.check_values(x[:128, :128], cast, (1, 16)) == 0
+    assert pairs.check_values(x.float()[:, ::2].T, cast, (1, 3)) == 0
+    if cast.scaling.kind == "nvfp4":
+        assert pairs.check_values(x, cast, amax=torch.tensor(1e-3, device=device)) == 0
+    else:  # with nvfp4, a NaN in one group loses the tensor
+        x[1, 3], x[30, 100], x[70, 129] = torch.nan, torch.inf, -torch.inf
+        assert pairs.check_values(x, cast) == 0
 
 
 @pytest.mark.sampled(cover=1)

@@ -15,6 +15,8 @@ from dither.spec.recipes import ALIASES, RECIPES, recipe
 from dither.tools.arms import precision_of
 from dither.train.config import Precision
 
+EDEN = "e2m1 tile(16) eden(128) stochastic(16) hadamard(128,redrawn)"
+TETRAJET = "e2m1 tile(16) nvfp4 stochastic(16) hadamard(32,redrawn)"
 UNCAST = ("fp32", "bf16", "bf16-o2", "bf16-pure", "fp16", "fp16-o2")
 CASTS = {
     "fp8-delayed": ("e4m3 tensor delayed(1024)", "e4m3 tensor delayed(1024)", "e5m2 tensor delayed(1024)"),
@@ -26,8 +28,13 @@ CASTS = {
     "mxfp6": ("e2m3 tile(32) pow2", "e2m3 tile(32) pow2", "e2m3 tile(32) pow2_ceil"),
     "mxfp4": ("e2m1 tile(32) pow2", "e2m1 tile(32) pow2", "e2m1 tile(32) pow2_ceil stochastic(16)"),
     "nvfp4": ("e2m1 tile(16) nvfp4", "e2m1 block(16) nvfp4", "e2m1 tile(16) nvfp4 stochastic(16)"),
+    "nvfp4-46": ("e2m1 tile(16) four_over_six", "e2m1 block(16) four_over_six", "e2m1 tile(16) nvfp4 stochastic(16)"),
+    "quartet2": ("e2m1 tile(16) four_over_six", "e2m1 tile(16) four_over_six", EDEN),
+    "tetrajet2": ("e2m1 tile(16) nvfp4", "e2m1 tile(16) nvfp4", TETRAJET),
+    "fp4-all-the-way": ("e2m1 tile(16) nvfp4", "e2m1 tile(16) nvfp4", "e2m1 tile(16) nvfp4 stochastic(16)"),
+    "mxfp4-rht": ("e2m1 tile(32) pow2_ceil stochastic(16) hadamard(64,redrawn)",) * 3,
     "fp4-block": ("e2m1 tile(128) fp32", "e2m1 block(128) fp32", "e2m1 tile(128) fp32 stochastic(16)"),
-    "fp4-forward": ("e2m1 tile(128) fp32", "e2m1 block(128) fp32", "e5m2 tensor fp32"),
+    "fp4-forward": ("e2m1 tile(16) fp32", "e2m1 tile(16) fp32", "e5m2 tensor fp32"),
     "fp4-fp8grad": ("e2m1 tile(128) fp32", "e2m1 block(128) fp32", "e4m3 tile(128) fp32"),
     "int8": ("int8 tensor fp32",) * 3,
     "int8-row": ("int8 row fp32",) * 3,
@@ -36,7 +43,23 @@ CASTS = {
 OVERRIDES = {
     "fp8-block-2d": {"weight_grad.input": "e4m3 block(128) fp32"},
     "fp4-forward": {"input_grad.weight": "e4m3 tensor fp32", "weight_grad.input": "e4m3 tensor fp32"},
+    "nvfp4": {
+        "weight_grad.input": "e2m1 tile(16) nvfp4 nearest hadamard(16)",
+        "weight_grad.grad": "e2m1 tile(16) nvfp4 stochastic(16) hadamard(16)",
+    },
+    "nvfp4-46": {
+        "weight_grad.input": "e2m1 tile(16) four_over_six nearest hadamard(16)",
+        "weight_grad.grad": "e2m1 tile(16) nvfp4 stochastic(16) hadamard(16)",
+    },
+    "fp4-all-the-way": {
+        "input_grad.weight": "e2m1 tile(16) nvfp4 stochastic(16)",
+        "weight_grad.input": "e2m1 tile(16) nvfp4 stochastic(16)",
+    },
+    "quartet2": {"input_grad.weight": EDEN, "weight_grad.input": EDEN},
+    "tetrajet2": {"input_grad.weight": TETRAJET, "weight_grad.input": TETRAJET},
+    "mxfp4-rht": {"forward.input": None, "forward.weight": None},
 }
+SPARED = {"nvfp4": 0.15, "nvfp4-46": 1 / 6}
 
 
 @pytest.mark.parametrize("name", CASTS)
@@ -45,7 +68,9 @@ def test_casts_of_a_recipe(name):
     plan = recipe(name)
     assert [getattr(plan.default, operand) for operand in OPERANDS] == [Cast.parse(text) for text in CASTS[name]]
     overrides = {each.place: each.cast for each in plan.default.overrides}
-    assert overrides == {place: Cast.parse(text) for place, text in OVERRIDES.get(name, {}).items()}
+    assert overrides == {place: text and Cast.parse(text) for place, text in OVERRIDES.get(name, {}).items()}
+    assert plan.spare_last == SPARED.get(name, 0.0)
+    assert plan.default.requantize == (name in ("quartet2", "tetrajet2"))
     assert (plan.layers, plan.compute, plan.parameters, plan.master, plan.loss_scaling) == ((), "bf16", None, False, False)
 
 

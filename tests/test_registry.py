@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,13 @@ import runs
 import torch
 
 import dither
-from dither import Cast, Format, NamedCast, Plan, Recipe, RoundingRule, ScaleRule, Stream, UserError, checkpoint, cli
+from dither import Cast, Format, NamedCast, Plan, Recipe, RoundingRule, ScaleRule, Stream, Transform, UserError, checkpoint, cli
+from dither.ops.backend import implementation
 from dither.ops.reference.rounding import round_values
 from dither.snip.options import options
 from dither.spec import Rounding, registry
 from dither.spec.bitwidths import capacity, safe_bitwidth
+from dither.spec.engines import engine_for
 from dither.spec.formats import NF4
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "plugin"
@@ -86,11 +89,33 @@ def test_codes_dequantize_to_the_fake_quantized_numbers(cast, axis):
 
 
 def test_a_scale_rule_scales():
-    dither.register(ScaleRule("half", half))
+    dither.register(ScaleRule("half", half), ScaleRule("sum", lambda groups, format: groups.abs().sum(-1), values=True))
     x = torch.tensor([[6.0, 2.9, 1.0, 0.3]])
     codes = dither.quantize(x, "e2m1 tile(4) half")
     assert codes.scale.tolist() == [[0.5]]
     assert codes.dequantize().tolist() == [[3.0, 3.0, 1.0, 0.25]]  # 12 is clipped to 6; 0.6 becomes 0.5
+    y = torch.arange(1.0, 17).view(2, 8)
+    for axis, expected in ((1, [[10, 26], [42, 58]]), (0, [[10.0, 12, 14, 16, 18, 20, 22, 24]])):
+        assert dither.quantize(y, "e4m3 tile(4) sum", axis=axis).scale.tolist() == expected
+    assert dither.quantize(y[:, :4], "e4m3 block(4) sum").scale.tolist() == [[10.0 + 42]]
+
+
+def test_what_has_no_kernel_runs_by_the_reference_and_a_gpu_warns_once():
+    dither.register(RoundingRule("mine", up, random=True), ScaleRule("half", half))
+    gpu = torch.device("cuda")
+    for text in ("nf4 row", "e3m0 row", "e4m3fnuz row", "e2m1 tile(128) half", "e2m1 tile(128) fp32 mine(16)"):
+        cast = Cast.parse(text)
+        with pytest.warns(dither.PerformanceWarning, match="There is no kernel for .* tens of passes") as warned:
+            assert implementation("quantize", gpu, "auto", cast).__name__ == "dither.ops.reference.quantize"
+        assert len(warned) == 1
+        implementation("quantize", gpu, "auto", cast)  # no second warning, which would be an error
+        with pytest.raises(UserError, match="There is no kernel for the cast"):
+            dither.quantize(torch.ones(2, 2), cast, backend="kernel", stream=Stream(0, "a", "b"))
+    # Kernels read the codes of built-in formats, whatever scaled and rounded them.
+    sizes = (128, 128, 128)
+    for text, engine in (("nf4 row", "fp32"), ("e2m1 tile(128) half mine(16)", "fp8-container"), ("e4m3 row half", "fp8")):
+        cast = Cast.parse(text)
+        assert str(engine_for(cast, cast, sizes, (9, 0))) == engine
 
 
 def test_compiled_code_casts_as_eager_code_does():
@@ -99,6 +124,28 @@ def test_compiled_code_casts_as_eager_code_does():
     x = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
     compiled = torch.compile(copy.deepcopy(layer), backend="aot_eager")
     assert torch.equal(compiled(x), layer(x))
+
+
+def dct(size):
+    place = torch.arange(size, dtype=torch.float64)
+    matrix = torch.cos(torch.pi / size * (place + 0.5) * place[:, None]) * (2 / size) ** 0.5
+    return torch.cat([matrix[:1] * 0.5**0.5, matrix[1:]]).float()
+
+
+@pytest.mark.parametrize("signs", ["plain", "fixed", "redrawn"])
+def test_a_registered_transform_is_undone_after_the_cast(signs):
+    dither.register(Transform("dct", dct))
+    x, stream = torch.randn(12, 40, generator=torch.Generator().manual_seed(3)), Stream(0, "test", "x")
+    for axis in (0, 1):
+        codes = dither.quantize(x, f"fp32 dct(16,{signs})", axis=axis, stream=stream)
+        torch.testing.assert_close(codes.dequantize(), x, atol=2e-6, rtol=0)
+        assert (codes.values.shape[axis], codes.values.shape[1 - axis]) == (16 if axis == 0 else 48, x.shape[1 - axis])
+    constant = dither.quantize(torch.full((1, 16), 0.3), "int4 tile(16) fp32 nearest dct(16,plain)")
+    assert constant.values.tolist() == [[7, *[0] * 7]]  # one coefficient of 16
+    layer = dither.Linear(48, 32, precision=dither.LayerPrecision.of(*["e4m3 tile(16) dct(16)"] * 3), name="a")
+    rows = x.new_ones(8, 48) * torch.arange(48)
+    exact = torch.nn.functional.linear(rows, layer.weight, layer.bias)
+    assert (layer(rows) - exact).norm() < 0.1 * exact.norm()
 
 
 # What is refused ------------------------------------------------------------------------------------------------------
@@ -119,8 +166,11 @@ def test_compiled_code_casts_as_eager_code_does():
         (lambda: ScaleRule("x", lambda amax, format: amax.log()), r"The scale rule 'x' returns -.* scales are positive"),
         (lambda: ScaleRule("x", half, storage="pow2"), r"storage='pow2' holds powers of two alone"),
         (lambda: ScaleRule("nearest", half), r"The scale rule 'nearest' has the name of a rounding"),
+        (lambda: RoundingRule("tile", up, random=True), r"The rounding 'tile' has the name of a granularity"),
         (lambda: ScaleRule("fp32", half), r"There are two scale rules 'fp32', of Dither and of"),
         (lambda: RoundingRule("x", lambda fraction, odd, random: fraction), r"The rounding 'x' returns a bool per number"),
+        (lambda: Transform("x", lambda size: torch.ones(size, size)), r"The matrix of the transform 'x' is not orthogonal"),
+        (lambda: Transform("x", lambda size: 1), r"The transform 'x' returns a float32 matrix \[16, 16\], not 1"),
         (lambda: Recipe.of("fp8", "mxfp8", "mxfp8", "mxfp8"), r"The name 'fp8' already means a recipe"),
         (lambda: NamedCast("x", "e2m1", "tile(32)"), r"A cast is either unscaled"),
         (lambda: Format.from_values("Two words", [0, 1]), r"A format has a name of lowercase letters"),
@@ -143,6 +193,13 @@ def test_a_plugin_that_raises_leaves_nothing_behind(tmp_path):
     with pytest.raises(UserError, match="There is no number format 'seven'"):
         Cast.parse("seven tile(32)")
     assert not any(plugin.name == "broken.py" for plugin in registry.PLUGINS.values())
+    path.write_text("dither.register(")
+    with pytest.raises(UserError, match=r"^The plugin 'broken.py' cannot be imported: SyntaxError: "):
+        registry.load_plugin(path)
+    path.write_text("import dither\n")
+    with pytest.raises(UserError, match=r"^In the plugin 'broken.py': it registers nothing: call dither.register in it\.$"):
+        registry.load_plugin(path)
+    assert [each.name for each in tmp_path.iterdir()] == ["broken.py"]
 
 
 def test_two_plugins_with_one_name_are_refused(tmp_path):
@@ -226,11 +283,13 @@ def test_an_installed_package_is_found_trains_and_resumes_bit_for_bit(installed,
         "formats": [{"name": "penta", "values": list(Format.parse("penta").codebook)}],
         "roundings": {"coin": "the package 'dither-penta'"},
     }
+    own_tests = runpy.run_path(str(EXAMPLE / "test_dither_penta.py"))
+    assert [test() for name, test in own_tests.items() if name.startswith("test_")] == [None, None]
     refused = in_another_process(OPEN, plan).stderr.splitlines()[-1]
     assert "needs the rounding 'coin', which is code of the package 'dither-penta' and not registered here: install" in refused
 
 
-def test_a_file_is_stored_in_the_run_and_a_resume_needs_it(tmp_path, capsys):
+def test_a_file_is_stored_in_the_run_and_a_resume_needs_it(tmp_path, capsys, monkeypatch):
     text, out, path = runs.write_bottles(tmp_path / "text"), tmp_path / "run", tmp_path / "mine.py"
     path.write_text("import dither\ndither.register(dither.Format.from_values('two', [-1, 0, 1.5]))\n"
                     "dither.register(dither.Recipe.of('two', 'two row', 'two row', 'two row'))\n")  # fmt: skip
@@ -240,11 +299,13 @@ def test_a_file_is_stored_in_the_run_and_a_resume_needs_it(tmp_path, capsys):
     assert "mine.py" in printed.err
     assert "The plugin 'mine.py' has the SHA-256" in printed.out
     assert (out / "plugins" / "mine.py").read_bytes() == path.read_bytes()
-    (out / "plugins" / "mine.py").write_text("import dither\n")
-    assert cli.main(["train", "--resume", "--out", str(out), "run.steps=2"]) == 2
-    assert "plugins/mine.py' of the run is gone or has changed: put the file of SHA-256" in capsys.readouterr().err
-    (out / "plugins" / "mine.py").write_bytes(path.read_bytes())
-    assert cli.main(["train", "--resume", "--out", str(out), "run.steps=2"]) == 0
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(registry, "PLUGINS", {})
+        assert cli.main(["train", "--resume", "--out", str(out), "run.steps=2"]) == 2
+    message = capsys.readouterr().err
+    assert "Python code that a resume does not run unasked" in message
+    assert f"--plugin {out / 'plugins' / 'mine.py'}" in message.replace("\n", " ")
+    assert cli.main(["train", "--resume", "--out", str(out), "--plugin", str(path), "run.steps=2"]) == 0
 
 
 # SNIP, GaussWS and the bench --------------------------------------------------------------------------------------------
@@ -275,11 +336,14 @@ def test_formats_compares_casts(capsys, tmp_path):
 
     x = torch.randn(64, 96, generator=torch.Generator().manual_seed(2))
     save_file({"a": x, "b": x.clone(), "bias": x[0].clone()}, tmp_path / "some.safetensors")
-    casts = ["mxfp4", "nf4:tile(32)", "nf4:tile(32):stochastic(16)", "e4m3:row"]
+    casts = ["mxfp4", "nf4:tile(32)", "nf4:tile(32):stochastic(16)", "e4m3:row", "mxfp4:hadamard(32)"]
     assert cli.main(["formats", "--cast", *casts, "--on", str(tmp_path / "some.safetensors"), "--tensor", "b", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["shape"] == [64, 96]
-    for each, bits in zip(found["casts"], (4.25, 5.0, 5.0, 8 + 32 / 96), strict=True):
+    *plain, turned = found["casts"]
+    assert turned["product"] < 0.3
+    assert turned["product_hadamard"] is None
+    for each, bits in zip(plain, (4.25, 5.0, 5.0, 8 + 32 / 96), strict=True):
         cast = Cast.parse(each["cast"])
         stored = dither.fake_quantize(x, cast, stream=Stream(0, "formats", each["cast"])).double()
         assert each["bits"] == bits

@@ -18,7 +18,7 @@ import pytest
 from report_runs import EVIL, lines, make, seeds
 from runs import error_line
 
-from dither import UserError, cli, report
+from dither import UserError, checkpoint, cli, report
 from dither.report import charts, figures, layers, page
 from dither.report.charts import format_colour
 from dither.report.comparison import Comparison
@@ -637,6 +637,14 @@ def test_memory_and_time_by_part(tmp_path):
     assert found["run-0-parts-1"].parts == (("training", 15.5, "15.5 s"), ("evaluation", 3.0, "3 s"))
 
 
+def test_a_run_that_has_not_logged_yet_has_a_page(tmp_path):
+    run = make(tmp_path / "run", [], metrics_jsonl="", status_json=json.dumps({"state": "running", "step": 0, "why": ""}))
+    text = page_text(run)
+    assert "after 0 steps" in text
+    assert "Precision of each layer" in text
+    assert "Loss and speed" not in text
+
+
 def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
     folder = make(tmp_path / "run")
     before = sorted(path.name for path in folder.iterdir())
@@ -675,6 +683,16 @@ def test_seconds_of_all_parts_are_those_of_the_run(report_run):
     steps = {name: sum(parts.get(name, 0.0) for parts in spent) for name in ("forward", "backward", "optimizer")}
     assert steps["backward"] > steps["forward"] / 2 > 0
     assert steps["optimizer"] > 0
+
+
+def test_memory_of_the_parts(report_run):
+    (line,) = metrics(report_run, "memory")
+    tensors, _ = checkpoint.load(checkpoint.newest(report_run / "checkpoints")[0])
+    parameters = json.loads((report_run / "environment.json").read_text())["parameters"]
+    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+    assert line["parts"]["weights"] == sum(size for name, size in sizes.items() if name.startswith("model"))
+    assert line["parts"]["gradients"] == line["parts"]["weights"]
+    assert line["parts"]["optimizer states"] >= 2 * 4 * parameters
 
 
 def test_bitwidths_are_recorded_as_they_are(report_run, section):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import dither
-from dither import AmaxHistory, Cast, Format
+from dither import AmaxHistory, Cast, Format, UserError
 from dither.ops.reference.scales import (
     Factors,
     factors,
@@ -110,7 +110,7 @@ def test_pow2_is_the_ocp_rule_in_exact_arithmetic(name):
     # Floating-point log2 is wrong just below most powers of two: these inputs are exactly there.
     largest = Format.parse(name).max
     expected = [oracles.mx_exponent(float(a), largest) for a in AMAX]
-    assert pow2_exponent(torch.from_numpy(AMAX), Format.parse(name), ceil=False).tolist() == expected
+    assert pow2_exponent(torch.from_numpy(AMAX), Format.parse(name), "pow2").tolist() == expected
     found = factors_of(AMAX, name, "pow2")
     assert (found.restore.double().numpy() == np.exp2(np.array(expected, np.float64))).all()
     assert (found.multiply.double().numpy() == np.exp2(-np.array(expected, np.float64))).all()
@@ -125,6 +125,24 @@ def test_pow2_ceil_never_clips_and_is_the_smallest_that_does_not(name):
     assert (scaled <= largest).all()
     assert ((2 * scaled > largest) | (exponent == -127)).all()
     assert exponent.tolist() == [oracles.mx_ceil_exponent(float(a), largest) for a in AMAX]
+
+
+POWERS = {
+    "pow2": oracles.mx_exponent,
+    "pow2_ceil": oracles.mx_ceil_exponent,
+    "pow2_round": oracles.mx_round_exponent,
+    "pow2_rtz": oracles.mx_rtz_exponent,
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+@pytest.mark.parametrize("kind", ["pow2_round", "pow2_rtz"])
+def test_pow2_round_and_rtz_at_the_edges(name, kind):
+    largest = Format.parse(name).max
+    ties = np.array([largest * 2.0**k * part for k in (-20, -1, 0, 7) for part in (0.75, 1.5)])
+    edges = np.concatenate([AMAX, ties[ties <= LARGEST].astype(np.float32)])
+    expected = [POWERS[kind](float(a), largest) for a in edges]
+    assert np.log2(factors_of(edges, name, kind).restore.double().numpy()).tolist() == expected
 
 
 # fp32 -----------------------------------------------------------------------------------------------------------------
@@ -332,3 +350,68 @@ def test_a_finite_value_however_far_beyond_the_given_magnitude_saturates(cast, x
     small = dither.fake_quantize(torch.tensor([math.copysign(1.0, x)] * 16), cast, amax=torch.tensor(1e-30))
     assert back.isfinite().all()
     assert torch.equal(back, small)
+
+
+# Searched and given scales --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spread", [0.0, 3.0])
+def test_four_over_six_takes_the_scale_with_the_smaller_squared_error(spread):
+    generator = np.random.default_rng(3)
+    x = (generator.standard_normal((3000, 16)) * np.exp2(spread * generator.standard_normal((3000, 1)))).astype(np.float32)
+    values, scales, errors = oracles.four_over_six(x)
+    found = dither.quantize(torch.from_numpy(x), "e2m1 tile(16) four_over_six")
+    same = found.scale.float().numpy()[:, 0] == scales
+    # Sums of squares in steps of 2^-10 may choose otherwise only where both errors agree to a thousandth.
+    close = np.abs(errors[0] - errors[1]) <= 2e-3 * errors.max(axis=0)
+    assert (same | close).all()
+    assert same.mean() > 0.99
+    assert (found.dequantize().numpy()[same] == values[same]).all()
+    share = (errors[1] < errors[0]).mean()
+    assert 0.2 < share < 0.6  # both are needed
+    plain = dither.fake_quantize(torch.from_numpy(x), "nvfp4").numpy()
+    assert ((found.dequantize().numpy() - x) ** 2).sum() < 0.95 * ((plain - x) ** 2).sum()
+
+
+def test_mse_is_the_best_of_nine_clipping_ratios():
+    x = torch.randn(200, 32, generator=torch.Generator().manual_seed(0))
+    found = dither.fake_quantize(x, "e2m1 tile(32) mse")
+    errors = []
+    for i in range(9):
+        scale = x.abs().amax(dim=1, keepdim=True) * (1 - i / 16) / 6
+        errors.append((dither.round_to(x / scale, "e2m1") * scale - x).double().square().sum(dim=1))
+    best = torch.stack(errors).amin(dim=0)
+    assert torch.allclose((found - x).double().square().sum(dim=1), best, rtol=2e-3)
+    assert best.sum() < 0.9 * errors[0].sum()
+
+
+def test_a_static_scale_is_the_number_that_is_written():
+    cast = Cast.parse("e4m3 tensor static(0.25)")
+    assert str(cast) == "e4m3 tensor static(0.25) nearest"
+    x = torch.tensor([[0.25, 1.0, 112.0, 1000.0, float("nan")]])
+    found = dither.quantize(x[:, :4], cast)
+    assert found.scale.item() == 0.25
+    assert found.dequantize().tolist() == [[0.25, 1.0, 112.0, 112.0]]  # saturates at 448 / 4
+    assert dither.quantize(torch.zeros(0, 4), cast).scale.item() == 0.25
+    with pytest.raises(UserError, match="needs a format with NaN"):
+        Cast.parse("e2m1 tensor static(1)")
+    with pytest.raises(UserError, match="one scale per tensor"):
+        Cast.parse("e4m3 row static(1)")
+    with pytest.raises(UserError, match="from 2\\^-126 to 2\\^126"):
+        Cast.parse("e4m3 tensor static(0)")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("e2m1 tile(16) four_over_six stochastic(16)", "two nearest casts"),
+        ("e4m3 tile(16) four_over_six", "two nearest casts"),
+        ("e2m1 block(32) four_over_six", "up to 256 values"),
+        ("e2m1 tensor four_over_six", "small groups"),
+        ("e2m1 tile(16) mse stochastic(16)", "rounding to nearest"),
+        ("e2m1 tile(16) pow2_up", "did you mean"),
+    ],
+)
+def test_impossible_scales_are_named(text, said):
+    with pytest.raises(UserError, match=said):
+        Cast.parse(text)

@@ -325,6 +325,17 @@ def layer(M=4, N=2, K=4, norms=None, errors=(0.4, 0.2, 0.1), rows=(0.0, 0.0), up
     )
 
 
+def test_the_numbers_of_the_docstrings():
+    assert d.loss_divergence(layer(), WORST, 5.0) == pytest.approx(0.0583, abs=5e-5)
+    assert d.gradient_error(layer(), WORST) == pytest.approx(0.4717, abs=5e-5)
+    s_x, s_w, s_dy = 0.1 * math.sqrt(16), 0.05 * math.sqrt(8), 0.1 * math.sqrt(8)
+    assert d.output_deviation(layer(norms={"x": 6.0}, errors=(s_x, s_w, 0.0)), WORST) == pytest.approx(0.3202, abs=5e-5)
+    found = d.input_gradient_deviation(layer(norms={"dy": 6.0}, errors=(0.0, s_w, s_dy)), WORST)
+    assert found == pytest.approx(0.25, abs=5e-5)
+    statistics = Statistics(0, 1.0, (layer(), layer(name="down")))
+    assert d.weight_divergence(statistics, {"up": 0.5}) == pytest.approx(0.000442, abs=5e-7)
+
+
 def test_a_weight_of_zeros_counts_as_one_that_does_not_move():
     zeros = replace(layer(), norms={**layer().norms, "w": 0.0})
     assert d.weight_divergence(Statistics(0, 1.0, (zeros,)), {zeros.name: 0.5}) == 0.0

@@ -725,6 +725,15 @@ OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+def test_a_gradient_of_what_a_parameter_was_before() -> None:
+    p = nn.Parameter(torch.zeros(4, 8))
+    optimizer = AdamW([("w", p)], lr=1e-2)
+    backward([p])
+    p.data = torch.zeros(3)
+    with pytest.raises(UserError, match="gradient of w has 32 numbers and the parameter has 3"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize(("first", "then"), OPTIONS, ids=str)
 def test_options_that_change_take_effect(first: dict[str, Any], then: dict[str, Any]) -> None:
     """As an optimizer with the new options that is given the old one's moments, brought to their format.
@@ -766,6 +775,20 @@ def twins(count: int = 4) -> list[Tensor]:
 
 def all_differ(params: list[Tensor]) -> bool:
     return all(not torch.equal(a, b) for i, a in enumerate(params) for b in params[:i])
+
+
+def test_adam_mini_changes_its_format() -> None:
+    params = parameters(torch.bfloat16)
+    optimizer = MAKERS["mini"](params.items(), lr=1e-2)
+    train(params.values(), optimizer, range(2))
+    before = [(optimizer.state[p]["exp_avg"].float(), optimizer.state[p]["exp_avg_sq"].clone()) for p in params.values()]
+    optimizer.param_groups[0]["states"] = "fp32"
+    optimizer.state_dict()
+    for p, (m, v) in zip(params.values(), before, strict=True):
+        assert torch.equal(optimizer.state[p]["exp_avg"], m)
+        assert torch.equal(optimizer.state[p]["exp_avg_sq"], v)
+    train(params.values(), optimizer, range(2, 3))
+    assert optimizer.state[params["matrix"]]["exp_avg"].dtype == torch.float32
 
 
 def test_unnamed_parameters_never_draw_the_same_bits() -> None:

@@ -14,17 +14,9 @@ if TYPE_CHECKING:
     from dither.evaluate import deploy, plan_from_bitwidths
     from dither.exporting import export
     from dither.models import output_loss
-    from dither.nn import (
-        Conversion,
-        Linear,
-        bitwidth_loss,
-        capture_passes,
-        compile,
-        convert,
-        effective_precision,
-        sampling_parameters,
-        step_context,
-    )
+    from dither.nn import Linear, bitwidth_loss, capture_passes, effective_precision, sampling_parameters, step_context
+    from dither.nn.compile import compile_blocks as compile
+    from dither.nn.convert import Conversion, convert
     from dither.numerics import Monitor
     from dither.ops import AmaxHistory, Quantized, Stream, amax, fake_quantize, quantize, quantize_both, round_to, sample
     from dither.parallel import parallelize

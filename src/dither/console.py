@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, TextIO
 from unicodedata import east_asian_width
 
-from dither import files
+from dither.files import plain
 
 WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 
@@ -238,7 +238,7 @@ def to_json(result: object) -> str:
      "path": "a"
     }
     """
-    return json_text.dumps(files.plain(result), indent=1, allow_nan=False)
+    return json_text.dumps(plain(result), indent=1, allow_nan=False)
 
 
 def print_text(text: str) -> None:

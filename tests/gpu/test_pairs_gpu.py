@@ -45,6 +45,44 @@ def test_rounding_of_all_bfloat16_and_float16_and_many_float32(name: str) -> Non
                     assert pairs.check_round(x, name, how, saturate, (3, 8)) == 0, (how, saturate, x.dtype)
 
 
+@pytest.mark.parametrize("text", pairs.RULES)
+def test_scale_rules(text: str) -> None:
+    x = big(torch.bfloat16, 3)[:2504]
+    assert pairs.check_quantize(x, Cast.parse(text), 1) == 0
+    assert pairs.check_quantize(x, Cast.parse(text), 0) == 0
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("text", ["hadamard(16)", "hadamard(32,plain)", "hadamard(64,redrawn)", "hadamard(128)"])
+def test_transforms(text: str, axis: int) -> None:
+    x = big(torch.bfloat16, 4)[:2504]
+    assert pairs.check_transform(x, text, axis) == 0
+    assert pairs.check_transform(x.float()[:, :1001], text, axis) == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nvfp4",
+        "nvfp4 stochastic(16)",
+        "e2m1 block(16) nvfp4",
+        "mxfp4 stochastic(16)",
+        "mxfp6",
+        "e4m3 tile(32) pow2_ceil",
+        "mxfp8",
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_values_over_1e8_elements(text: str, dtype: torch.dtype) -> None:
+    cast, x = Cast.parse(text), big(dtype, 1)
+    amax = quantize.amax(x) if cast.scaling.kind == "nvfp4" else None
+    assert sum(pairs.check_values(rows, cast, (3, 8), amax) for rows in x.split(2504)) == 0
+    assert pairs.check_values(x[:4096, :4096], cast) == 0
+    x[5, 7], x[90, 3000] = torch.inf, torch.nan
+    if amax is None:
+        assert pairs.check_values(x[:2048, :4096], cast) == 0
+
+
 @pytest.mark.parametrize("cast", pairs.casts(), ids=str)
 def test_every_format_and_granularity_over_1e8_elements(cast: Cast) -> None:
     dtype = torch.bfloat16 if cast.round.kind == "nearest" else torch.float32

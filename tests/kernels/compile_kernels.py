@@ -25,6 +25,7 @@ from dither.ops.triton import loss as loss_codes
 from dither.ops.triton import quantize as transposing
 from dither.ops.triton.quantize_128 import CASTS as IN_SQUARES
 from dither.spec import NOISES, Rounding
+from dither.spec.engines import held_by_bf16
 from dither.spec.formats import Format
 from dither.spec.optimizer import Update
 from dither.spec.random import Draw
@@ -100,6 +101,8 @@ def calls() -> Iterator[str]:
         if cast.scaling.kind != "nvfp4":
             container = cast.element if cast.element.bits >= 8 else Format.parse("e4m3")
             quantize.quantize_both(x, cast, mine, amax, container)
+        if held_by_bf16(cast):
+            quantize.quantize_values(x, cast, (1, 0), mine, None)
         yield str(cast)
     for along, across in IN_SQUARES:
         for dtype in (torch.bfloat16, torch.float32):

@@ -39,6 +39,7 @@ from soak import (
 )
 
 from dither import UserError, checkpoint, cli
+from dither.checkpoint import format
 from dither.checkpoint import write as writing
 from dither.data import prepare
 from dither.run_lock import RunLock
@@ -478,7 +479,7 @@ METHODS += (
     "snip.every=6",
     "snip.delay=2",
     'snip.options="fp8,fp4"',
-    "snip.probe=layer",
+    "snip.probe=last",
     "precision.sampling.noise=rounded_normal",
 )
 METHODS += ('precision.sampling.guidance=[{kind="bitwidth_loss", weight=0.001}, {kind="weight_decay", rate=0.1}]',)
@@ -559,7 +560,8 @@ def faults_of_all_kinds(text: Path, folder: Path, count: int) -> list[Score]:
             finished = (out / "status.json").exists() and Status.load(out).state == "done"
             if finished and sum(done.values()) < count:  # more faults are due: go back to an earlier checkpoint
                 checkpoint.drop(
-                    out / "checkpoints", after=draw.choice([checkpoint.step_of(p) for p in steps(out / "checkpoints")][1:])
+                    out / "checkpoints",
+                    after=draw.choice([checkpoint.step_of(p) for p in format.steps(out / "checkpoints")][1:]),
                 )
         same = sha256(out, steps) == expected
         kinds = ", ".join(f"{number} {kind}" for kind, number in done.items())

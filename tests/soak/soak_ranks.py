@@ -298,7 +298,7 @@ def restarts(text: Path, folder: Path, count: int) -> list[Score]:
 
 def launchers(text: Path, folder: Path, count: int) -> list[Score]:
     """The launcher of two ranks is killed with -9, and another resumes: the ranks save, end and free the folder."""
-    draw, faults, slowest, steps = random.Random(11), [], 0.0, 40 * count + 20
+    draw, faults, slowest, steps = random.Random(11), [], 0.0, 20 * count + 20
     more = (f"run.steps={steps}", "run.save_every=0", "data.micro_batch=1", "run.eval_every=0", "run.log_every=1000")
     straight = folder / "straight"
     file = file_of(text, straight, *more)
@@ -316,7 +316,7 @@ def launchers(text: Path, folder: Path, count: int) -> list[Score]:
                 (folder / f"pid-{life}-{os.environ['RANK']}").write_text(str(os.getpid()))
             if number == after:
                 os.write(ready, self.done.to_bytes(4, "big"))
-            time.sleep(0.1)  # so that the run outlasts its launchers
+            time.sleep(0.15)  # so that the run outlasts its launchers
             return found
 
         if life % 2:  # as torchrun's own ranks; those that it forks get SIGINT, several times, when it dies

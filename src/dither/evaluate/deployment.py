@@ -203,6 +203,7 @@ def deploy(model: nn.Module, plan: Plan, *, evaluate: Evaluate | None = None) ->
         raise UserError(f"deploy takes a Plan that casts weights, not {plan!r}; plan_from_bitwidths(model) makes one.")
     cast_weights: dict[str, tuple[DeployedLayer, Tensor]] = {}
     sites = find_sites(model)
+    plan = plan.spared([site.name for site in sites])
     left_alone = reasons_left_alone(model, plan, sites, (), ())
     for site in sites:
         precision = plan.for_layer(site.name)

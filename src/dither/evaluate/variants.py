@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from dither import files
 from dither.console import Stage, silent
 from dither.data import Corpus, Tokenizer, load_tokenizer
 from dither.data.corpus import Once, here, open_corpus, open_text
@@ -20,6 +19,7 @@ from dither.errors import UserError
 from dither.evaluate.deployment import SLACK, Deployment, deploy, parse_cast, plan_from_bitwidths
 from dither.evaluate.estimates import Estimate, paired
 from dither.evaluate.held_out import Perplexity, TaskScore, evaluating, perplexity, replaced
+from dither.files import plain
 from dither.models import CausalLM
 from dither.models.lora import merged_model
 from dither.models.open import find_model, open_model
@@ -109,7 +109,7 @@ class Variant:
             found["loss_change"] = _estimated(self.loss_change(base))
         changes = [{} if self is base else {"change": _estimated(self.task_change(each, base))} for each in self.tasks]
         found["tasks"] = [each.to_dict() | change for each, change in zip(self.tasks, changes, strict=True)]
-        return dict(files.plain(found))
+        return dict(plain(found))
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Evaluated:
         if cast is not None and cast.held_out is not None:
             found["cast"] = {**_plain(cast.held_out), "bits": cast.bits}
         found["variants"] = [each.to_dict(self.base) for each in self.variants]
-        return dict(files.plain(found))
+        return dict(plain(found))
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,7 @@ def _wanted(model: nn.Module, format: str, plan: Plan | None) -> Callable[[str],
         return lambda name: ""
     if format != AUTO:
         return lambda name: format
-    chosen = plan or _own_plan(model)
+    chosen = (plan or _own_plan(model)).spared([name for name, _ in model.named_modules()])
 
     def wanted(name: str) -> str:
         precision = chosen.for_layer(name)

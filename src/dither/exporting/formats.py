@@ -58,7 +58,7 @@ class WeightFormat:
 
     def quantize(self, weight: Tensor, amax: Tensor | None = None) -> Quantized:
         """Quantize a weight [out, in]; `amax` is the largest magnitude of all weights that share an NVFP4 tensor scale."""
-        return quantize(weight, self.cast, amax=amax if self.cast.scaling.kind == "nvfp4" else None)
+        return quantize(weight, self.cast, amax=amax if self.cast.scaling.two_level else None)
 
     def tensors(self, codes: Quantized, block_name: str = "weight_scale") -> dict[str, Tensor]:
         """Return the tensors of a layer by the last part of their names; `block_name` is that of the scales."""

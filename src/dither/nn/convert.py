@@ -150,7 +150,7 @@ class Conversion:
             plan: A Plan or the name of a recipe.
             fallback: As in `convert`; by default the one that was given there.
         """
-        plan = _checked_plan(plan, fallback)
+        plan = self._spared(_checked_plan(plan, fallback))
         layers, chosen = self._fitted(plan)
         notes = _switch(layers, chosen, fallback, plan.compute)
         now = {name: _in_force(layer, notes[name]) for name, layer in layers.items()}
@@ -198,7 +198,7 @@ class Conversion:
 
     def has(self, plan: Plan) -> bool:
         """Return True if every layer has the precision of `plan`, or runs a fallback for it."""
-        layers = self._between_steps()
+        layers, plan = self._between_steps(), self._spared(plan)
         return all(
             linear_of(layer).choice.planned == (plan.for_layer(name) or LayerPrecision()) for name, layer in layers.items()
         )
@@ -219,6 +219,10 @@ class Conversion:
         """Return the converted layers of the model by name; a stage of a pipeline may have none. Raise inside a step."""
         return {} if self.stages is not None and not converted_layers(self.model) else _between_steps(self.model)
 
+    def _spared(self, plan: Plan) -> Plan:
+        """Return the plan with rules for the blocks that it spares, in the model of all stages."""
+        return plan.spared([layer.name for layer in self.layers] + [layer.name for layer in self.left_alone])
+
     def _fitted(self, plan: Plan) -> tuple[dict[str, Layer], dict[str, LayerPrecision]]:
         """Return the layers of the model, and their precisions in a plan; raise if the plan does not fit the model."""
         layers = self._between_steps()
@@ -231,7 +235,7 @@ class Conversion:
 
     def _precisions(self, plan: Plan) -> set[LayerPrecision]:
         """Return the precisions of the layers in a plan; raise if the model or its device cannot run it."""
-        layers, chosen = self._fitted(plan)
+        layers, chosen = self._fitted(self._spared(plan))
         for name, layer in layers.items():
             _obstructed(layer, chosen[name], None, plan.compute)
         return set(chosen.values())
@@ -354,6 +358,7 @@ def convert(
             "change its precision with conversion.switch(plan)."
         )
     sites = find_sites(model)
+    plan = plan.spared([site.name for site in sites])
     skip, only = checked_patterns("skip", skip, sites), checked_patterns("only", only, sites)
     reasons = reasons_left_alone(model, plan, sites, skip, only, all_layers, filter_fn)
     chosen = {site.name: plan.for_layer(site.name) or LayerPrecision() for site in sites if site.name not in reasons}

@@ -12,7 +12,8 @@ A precision's overrides may cast a matrix otherwise for one of its two products:
 one reading if both round to nearest with scales of groups.
 """
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,9 +39,9 @@ class Casting(NamedTuple):
     cast: str = ""
     """The cast, or "" for none."""
     stored: str = ""
-    """The cast as its codes are read: `cast` itself, or with e4m3 for a format that a GPU keeps in E4M3 codes."""
+    """The cast as its codes are read: `cast` itself, or with e4m3 for a format that a GPU keeps in E4M3 codes, or "bf16"."""
     container: str = ""
-    """The format of the codes, or "" for the cast's own."""
+    """The format of the codes, or "" for the cast's own; "bf16" for codes times the scales of their groups, as numbers."""
     stochastic: bool = False
     delayed: bool = False
     whole: bool = False
@@ -58,6 +59,20 @@ class Casting(NamedTuple):
     """The axis that these ranks share: 0 for the rows of the operand, 1 for its columns."""
     fusible: bool = False
     """True if torch's own operations cast with the same bits: one measured scale, rounding to nearest in E4M3 or E5M2."""
+    transform: str = ""
+    """The transform of the operand before its cast, or ""; `cast` has none."""
+    width: int = 0
+    """Its width, to multiples of which the axis is padded."""
+    redrawn: bool = False
+    """True if its signs are drawn anew in each step."""
+    first: str = ""
+    """The cast of the forward product, whose numbers this one casts again in backward; "" for the operand itself."""
+    first_axis: int = 1
+    """The axis of that cast."""
+    held: bool = False
+    """True if BF16 units multiply its codes times the scales of their groups: see `engines.held_by_bf16`."""
+    two_level: bool = False
+    """True if scales of groups are relative to a scale of the tensor: nvfp4."""
     square: bool = False
     """True if both layouts have the same codes, one byte each, and the same scales: a whole tensor, or square blocks."""
 
@@ -77,6 +92,11 @@ class Castings(NamedTuple):
     def stochastic(self) -> bool:
         """True if either cast draws random bits."""
         return self.along.stochastic or self.across.stochastic
+
+    @property
+    def redrawn(self) -> bool:
+        """True if either transform draws its signs."""
+        return self.along.redrawn or self.across.redrawn
 
     @property
     def whole(self) -> bool:
@@ -142,7 +162,7 @@ class State(NamedTuple):
     place: Tensor | None = None
     """int64[2] on the device: the optimizer step, and the first row's index in the whole batch. Stochastic casts need it."""
     keys: Tensor | None = None
-    """int64[5] on the device, a key for each of PURPOSES. On the device, so that layers share a compiled graph."""
+    """int64[6] on the device, a key for each of PURPOSES. On the device, so that layers share a compiled graph."""
     weight: OperandCodes | None = None
     """The cast weight, if it is cached or was gathered."""
     levels: Tensor | None = None
@@ -176,6 +196,16 @@ class Settings(NamedTuple):
     """Those of `dither.spec.MemoryOptions`."""
 
     @property
+    def turned(self) -> bool:
+        """True if an operand is transformed before a cast."""
+        return any(casting.width for operand in (self.input, self.weight, self.grad) for casting in operand)
+
+    @property
+    def draws(self) -> bool:
+        """True if a cast or a transform draws random bits."""
+        return any(casting.stochastic or casting.redrawn for casting in (self.input, self.weight, self.grad))
+
+    @property
     def forward_weight(self) -> Casting:
         """The cast of the weight in the forward product."""
         return self.weight.across if self.transposed else self.weight.along
@@ -191,36 +221,51 @@ def make_settings(
     *,
     transposed: bool = False,
     emulate: bool = False,
-    verified: Iterable[str] = (),
+    verified: Collection[str] = (),
     levels: Levels = NO_LEVELS,
     memory: MemoryOptions = MemoryOptions(),  # noqa: B008 (frozen)
     gpu: bool,
 ) -> Settings:
     """Return what `linear` needs to know of a layer; `gpu` says whether codes are made for the matrix units of one."""
 
-    def casting(cast: Cast | None, family: Family | None, level: int) -> Casting:
+    units = gpu and not emulate
+
+    def casting(cast: Cast | None, family: Family | None, level: int, kept: bool) -> Casting:
         if cast is None:
             return Casting()
         if family is not None:
             return _casting(family.casts, family.container, level)
-        return _casting((cast,), engines.container(cast) if gpu and not emulate else cast.format)
+        if units and backend.has_bf16_units() and engines.held_by_bf16(cast, verified):
+            # What is multiplied at once comes as numbers. What is kept for backward or for a step is kept as codes.
+            made = _casting((cast,), cast.format)._replace(held=True)
+            codes = kept or not cast.kernel or cast.scaling.kind == "four_over_six"  # which is chosen by codes
+            return made if codes else made._replace(stored="bf16", container="bf16", whole=True)
+        return _casting((cast,), engines.container(cast) if units else cast.format)
 
     x, w, dy = (
         Castings(
-            casting(along, levels[operand].along, 2 * index),
-            casting(across, levels[operand].across, 2 * index + levels[operand].apart),
+            casting(along, levels[operand].along, 2 * index, operand == "weight"),
+            casting(across, levels[operand].across, 2 * index + levels[operand].apart, operand != "grad"),
         )
         for index, operand in enumerate(OPERANDS)
         for along, across in [precision.casts_of(operand)]
     )
+    if precision.requantize:
+        x, w = (
+            operand._replace(across=operand.across._replace(first=operand.along.cast, whole=False, square=False, fusible=False))
+            if operand.across.cast
+            else operand
+            for operand in (x, w)
+        )
     if transposed:
-        w = Castings(w.across, w.along)
+        w = Castings(w.across._replace(first_axis=0), w.along)
     return Settings(x, w, dy, transposed, emulate, ",".join(verified), memory.save, memory.hold, memory.swiglu)
 
 
 def _casting(casts: tuple[Cast, ...], container: str, level: int = -1) -> Casting:
     """Return the casting of an operand whose codes have the format `container`; `level` chooses between several casts."""
     first, kind = casts[0], casts[0].scaling.kind
+    turn, casts = first.turn, tuple(cast.unturned for cast in casts)
     text, own = "|".join(map(str, casts)), level < 0 and container == first.format
     return Casting(
         text,
@@ -228,16 +273,23 @@ def _casting(casts: tuple[Cast, ...], container: str, level: int = -1) -> Castin
         "" if own else container,
         stochastic=any(cast.round.bits for cast in casts),
         delayed=kind == "delayed",
-        whole=kind != "nvfp4",
-        measured=first.group.kind == "tensor" and kind != "delayed" and all(cast.element.nan for cast in casts),
+        whole=not first.scaling.two_level and not turn.size,
+        measured=first.group.kind == "tensor" and kind not in ("delayed", "static") and all(cast.element.nan for cast in casts),
         level=level,
         fusible=own and text in fused.FUSIBLE,
-        square=first.group.kind in ("tensor", "block") and kind != "nvfp4" and Format.parse(container).bits == 8,
+        transform=str(turn) if turn.size else "",
+        width=turn.size,
+        redrawn=turn.signs == "redrawn",
+        two_level=first.scaling.two_level,
+        square=first.group.kind in ("tensor", "block")
+        and not first.scaling.two_level
+        and not turn.size
+        and Format.parse(container).bits == 8,
     )
 
 
-PURPOSES = ("input", "weight", "grad", "sample", "sample_input")
-"""The purposes of a layer's random streams: three casts, and the samplings of weight and input."""
+PURPOSES = ("input", "weight", "grad", "sample", "sample_input", "signs")
+"""The purposes of a layer's random streams: three casts, the samplings of weight and input, and signs of transforms."""
 
 
 def keys(name: str, seed: int) -> tuple[int, ...]:
@@ -331,11 +383,9 @@ def linear(
         )
     if x.shape[-1] != weight.shape[0 if settings.transposed else 1]:
         raise UserError(f"{where} has a weight of shape {tuple(weight.shape)} and an input of {tuple(x.shape)}.")
-    if (state.place is None or state.keys is None) and (
-        settings.input.stochastic or settings.weight.stochastic or settings.grad.stochastic
-    ):
+    if (state.place is None or state.keys is None) and settings.draws:
         raise UserError(
-            f"{where} rounds stochastically and needs state=State(place=..., keys=...): the step and the first row, "
+            f"{where} draws random bits and needs state=State(place=..., keys=...): the step and the first row, "
             "and the keys of its streams."
         )
     x_MK = as_matrix(x)
@@ -353,7 +403,9 @@ def frozen_linear(
     """Return what `linear` does, for a weight that exists as codes and has no gradient. Backward decodes it."""
     x_MK = as_matrix(x)
     with torch.no_grad():
-        x_codes = cast_operand(x_MK, settings.input, Amax(), draw_of(settings.input, state, 0), True, False, None, None)
+        x_codes = cast_operand(
+            x_MK, settings.input, Amax(), draw_of(settings.input, state, 0), True, False, None, None, signs_of(settings, state)
+        )
     later = Later(weight="decode", stored=stored)
     return _multiply(x, x_MK, None, bias, x_codes, weight, None, settings, state, later)
 
@@ -387,6 +439,7 @@ def _multiply(
         state.grad_amax.given,
         state.grad_amax.largest,
         state.levels,
+        signs_of(settings, state),
         *kept,
     )
     tokens = x.shape[:-1].numel()
@@ -413,17 +466,18 @@ class _Products(torch.autograd.Function):
         *tensors: Any,
     ) -> Tensor:
         x_MK, x_KM, w_NK, w_KN = Codes(*tensors[:3]), Codes(*tensors[3:6]), Codes(*tensors[6:9]), Codes(*tensors[9:12])
-        place, grad_amax, grad_largest, levels, *kept = tensors[12:]
+        place, grad_amax, grad_largest, levels, signs, *kept = tensors[12:]
         if later.weight == "transpose":
             w_KN = Codes(w_NK.values, w_NK.scale)
         elif later.weight == "decode":
             assert later.stored is not None
             w_NK, w_KN = _frozen_codes(w_NK, settings.forward_weight, later.stored), w_NK
-        ctx.save_for_backward(*x_KM, *w_KN, place, grad_amax, levels, *kept)
+        ctx.save_for_backward(*x_KM, *w_KN, place, grad_amax, levels, signs, *kept)
         ctx.grad_largest, ctx.settings, ctx.later, ctx.name = grad_largest, settings, later, name
         ctx.dtypes = (x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
         operands = (x_MK, settings.input.along, w_NK, settings.forward_weight)
-        return product("forward", *operands, x.shape[1], bias, x.dtype, settings, name)
+        length = padded(x.shape[1], settings.input.along)
+        return product("forward", *operands, length, bias, x.dtype, settings, name)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -436,12 +490,12 @@ class _Products(torch.autograd.Function):
             )
         tensors = ctx.saved_tensors
         x, w = Codes(*tensors[:3]), Codes(*tensors[3:6])
-        place, grad_amax, levels, *kept = tensors[6:]
+        place, grad_amax, levels, signs, *kept = tensors[6:]
         x_dtype, w_dtype, bias_dtype = ctx.dtypes
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
         dx = dw = dbias = None
         amax = Amax(grad_amax, ctx.grad_largest)
-        along, across = cast_operand(dy, settings.grad, amax, place, need_x, need_w, None, levels)
+        along, across = cast_operand(dy, settings.grad, amax, place, need_x, need_w, None, levels, signs)
         if along is not None:  # dx_MK = dy_MN (w_KN)^T
             casting = settings.input_grad_weight
             if later.weight == "transpose":
@@ -450,21 +504,23 @@ class _Products(torch.autograd.Function):
                 assert later.stored is not None
                 w = _cast_decoded(w, casting, later.stored, dy.dtype)
             elif later.weight:
-                w = _cast_later(w, casting, 1 if settings.transposed else 0, levels, along.values)
+                w = _cast_later(w, casting, 1 if settings.transposed else 0, levels, along.values, signs)
             operands = (along, settings.grad.along, w, casting)
-            dx = product("input_grad", *operands, dy.shape[1], None, x_dtype, settings, ctx.name)
+            length = padded(dy.shape[1], settings.grad.along)
+            dx = product("input_grad", *operands, length, None, x_dtype, settings, ctx.name, dy)
         if across is not None:  # dw_NK = dy_NM (x_KM)^T, or its transpose
             if later.input == "swiglu":
-                x = _input_again(x, kept, settings.input, dy.shape[0], levels, across.values, x_dtype)
+                x = _input_again(x, kept, settings.input, dy.shape[0], levels, across.values, x_dtype, signs)
             elif later.input:
-                x = _cast_later(x, settings.input.across, 0, levels, across.values)
+                x = _cast_later(x, settings.input.across, 0, levels, across.values, signs)
             left, right = (across, settings.grad.across), (x, settings.input.across)
             if settings.transposed:
                 left, right = right, left
-            dw = product("weight_grad", *left, *right, dy.shape[0], None, w_dtype, settings, ctx.name)
+            length = padded(dy.shape[0], settings.grad.across)
+            dw = product("weight_grad", *left, *right, length, None, w_dtype, settings, ctx.name, dy)
         if need_bias:
             dbias = dy.sum(0, dtype=bias_dtype)
-        return dx, dw, dbias, *[None] * 21
+        return dx, dw, dbias, *[None] * 22
 
 
 def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
@@ -519,8 +575,14 @@ def product(
     dtype: torch.dtype,
     settings: Settings,
     name: str = "",
+    after: Tensor | None = None,
 ) -> Tensor:
-    """Return A B^T + bias of two operands with `length` columns; `which` product it is, and the layer's name for messages."""
+    """Return A B^T + bias of two operands with `length` columns; `which` product it is, and the layer's name for messages.
+
+    after: a tensor that is made in backward, so that a compiled graph decodes codes there and not in forward.
+    """
+    if _on_bf16_units(a, a_casting, b, b_casting, settings):
+        return _bf16_product(a, a_casting, b, b_casting, length, bias, dtype, after)
     # Fast accumulation in forward only, and only of what is FP8 by itself: gradients and FP4 sums keep all their bits.
     fast = which == "forward" and not a_casting.container and not b_casting.container
     if (
@@ -544,6 +606,47 @@ def product(
         length, bias, dtype, fast, settings.emulate, where, settings.verified,
     )  # fmt: skip
     return result
+
+
+def _on_bf16_units(a: Codes, a_casting: Casting, b: Codes, b_casting: Casting, settings: Settings) -> bool:
+    """Return True if torch's own product of BF16 numbers multiplies these operands."""
+    if settings.emulate or not a.values.is_cuda or not (a_casting.held or b_casting.held):
+        return False
+    return all(
+        casting.held or (not casting.cast and codes.values.dtype == torch.bfloat16)
+        for codes, casting in ((a, a_casting), (b, b_casting))
+    )
+
+
+def _bf16_product(
+    a: Codes,
+    a_casting: Casting,
+    b: Codes,
+    b_casting: Casting,
+    length: int,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    after: Tensor | None,
+) -> Tensor:
+    """Return the product of numbers that BF16 holds, in operations that a compiled graph joins with what follows.
+
+    A BF16 result is rounded before the scales of tensors are applied, and once more after.
+    """
+    left, right = (
+        codes.values
+        if not casting.cast or casting.container
+        else torch.ops.dither.decode(codes.values, codes.scale, casting.cast, codes.values.shape[0], length, after)
+        for codes, casting in ((a, a_casting), (b, b_casting))
+    )
+    y = torch.mm(left, right.T) if dtype == torch.bfloat16 else torch.mm(left, right.T, out_dtype=torch.float32)
+    scales = [codes.tensor_scale for codes, casting in ((a, a_casting), (b, b_casting)) if casting.two_level]
+    if not scales and bias is None:
+        return y if y.dtype == dtype else y.to(dtype)  # torch 2.11 compiles a `to` that does nothing to gradients of zero
+    result = y.float()
+    for scale in scales:
+        assert scale is not None
+        result = result * scale
+    return (result if bias is None else result + bias.float()).to(dtype)
 
 
 @assume_constant_result
@@ -574,7 +677,8 @@ def cast_weight(
 ) -> OperandCodes:
     """Return the layouts of a weight. Its rows are its own, not those of a batch."""
     drawn_at = draw_of(casting, state, 1, moved=False)
-    return cast_operand(weight, casting, state.weight_amax, drawn_at, along, across, dtype, state.levels)
+    signs = signs_place(state) if casting.redrawn else None
+    return cast_operand(weight, casting, state.weight_amax, drawn_at, along, across, dtype, state.levels, signs)
 
 
 def only_cast(layouts: OperandCodes, casting: Castings) -> OperandCodes:
@@ -585,10 +689,11 @@ def only_cast(layouts: OperandCodes, casting: Castings) -> OperandCodes:
 def _input_codes(x_MK: Tensor, settings: Settings, state: State, learns: bool) -> tuple[OperandCodes, str]:
     """Return the layouts of the input, and `Later.input`: how backward casts the second one from (x, magnitude, place)."""
     casting, amax, place = settings.input, state.input_amax, draw_of(settings.input, state, 0)
+    signs = signs_of(settings, state)
     if learns and state.kept is not None and x_MK.numel():
-        return _kept_input(x_MK, state.kept, casting, amax, place, state.levels), "swiglu"
+        return _kept_input(x_MK, state.kept, casting, amax, place, state.levels, signs), "swiglu"
     if not (learns and settings.save == "input" and casting.across.cast and x_MK.numel()) or casting.shared:
-        return cast_operand(x_MK, casting, amax, place, True, learns, None, state.levels), ""
+        return cast_operand(x_MK, casting, amax, place, True, learns, None, state.levels, signs), ""
     x, across, level = x_MK.detach(), casting.across, level_of(state.levels, casting.across)
     compiling = torch.compiler.is_compiling()
     if compiling and casting.along == across and across.fusible and x.dtype in fused.ROUNDED:
@@ -598,17 +703,25 @@ def _input_codes(x_MK: Tensor, settings: Settings, state: State, learns: bool) -
         return OperandCodes(Codes(codes, scale), Codes(codes_t, scale.view(()))), ""  # Dynamo takes no tensor twice
     if across.measured and casting.along == across:
         amax = amax._replace(given=_measured(x, across, amax))
-    along = cast_operand(x_MK, casting, amax, place, True, False, None, state.levels).along
+    along = cast_operand(x_MK, casting, amax, place, True, False, None, state.levels, signs).along
     given, place = (amax.given if across.measured or across.delayed else None), place if across.stochastic else None
     if not compiling:
         return OperandCodes(along, Codes(x_MK, given, place)), "cast"
     drawn = (0, place, across.row, across.column)
-    values, scale, tensor = fused.again(x, across.cast, given, across.container, drawn, level)
+    prepare = functools.partial(prepared, casting=across, axis=0, signs=signs)
+    given = None if across.width or across.first else given
+    values, scale, tensor = fused.again(x, across.cast, given, across.container, drawn, level, prepare)
     return OperandCodes(along, Codes(values.T, transposed_scale(scale), tensor)), ""
 
 
 def _kept_input(
-    x_MK: Tensor, kept: KeptInputs, casting: Castings, amax: Amax, place: Tensor | None, levels: Tensor | None
+    x_MK: Tensor,
+    kept: KeptInputs,
+    casting: Castings,
+    amax: Amax,
+    place: Tensor | None,
+    levels: Tensor | None,
+    signs: Tensor | None,
 ) -> OperandCodes:
     """Return the layout of the forward product, and (codes of the gate, magnitude, place) for `_input_again`."""
     across, given = casting.across, amax.given
@@ -621,7 +734,7 @@ def _kept_input(
         amax, given = amax._replace(given=largest), 2 * largest
     along = _fused(x_MK.detach(), casting.along, amax)
     if along is None:
-        along = cast_operand(x_MK, casting, amax, place, True, False, None, levels).along
+        along = cast_operand(x_MK, casting, amax, place, True, False, None, levels, signs).along
     later = given if across.measured or across.delayed else None
     return OperandCodes(along, Codes(kept.gate, later, place if across.stochastic else None))
 
@@ -634,6 +747,7 @@ def _input_again(
     levels: Tensor | None,
     after: Tensor,
     dtype: torch.dtype,
+    signs: Tensor | None,
 ) -> Codes:
     """Return the transposed input in backward: made again from kept inputs of its SwiGLU, padded to `rows`, and cast."""
     gate, amax, place = later
@@ -641,7 +755,7 @@ def _input_again(
     x_MK = F.pad(x_MK, (0, 0, 0, rows - x_MK.shape[0])) if rows > x_MK.shape[0] else x_MK
     if codes := _fused(x_MK, casting.across, Amax(amax)):
         return Codes(torch.ops.dither.transposed(codes.values, None), codes.scale)
-    cast = cast_operand(x_MK, casting, Amax(amax), place, False, True, None, levels).across
+    cast = cast_operand(x_MK, casting, Amax(amax), place, False, True, None, levels, signs).across
     assert cast is not None
     return cast
 
@@ -674,7 +788,8 @@ def _weight_codes(
         amax = (
             amax._replace(given=_measured(weight, settings.forward_weight, amax)) if casting.along == casting.across else amax
         )
-        made = cast_operand(weight, casting, amax, place, not transposed, transposed, dtype, state.levels)
+        signs = signs_place(state) if casting.redrawn else None
+        made = cast_operand(weight, casting, amax, place, not transposed, transposed, dtype, state.levels, signs)
         forward, _ = _in_products(made, transposed)
     if casting.square and (cached is not None or settings.hold == "one"):
         return forward, None, "transpose"
@@ -746,6 +861,17 @@ def drawn(state: State, purpose: int, *, moved: bool = True) -> Tensor:
     return torch.cat((state.place[:1], rows, state.keys[purpose : purpose + 1]))
 
 
+def signs_place(state: State) -> Tensor:
+    """Return where the signs of transforms are drawn: by layer and step, the same for every row, rank and operand."""
+    return drawn(state, PURPOSES.index("signs"), moved=False)
+
+
+def signs_of(settings: Settings, state: State) -> Tensor | None:
+    """Return the same, or None if no transform draws its signs."""
+    redrawn = settings.input.redrawn or settings.weight.redrawn or settings.grad.redrawn
+    return signs_place(state) if redrawn else None
+
+
 def decoded(codes: Codes, stored: StoredWeight, dtype: torch.dtype) -> Tensor:
     """Return the numbers of a frozen weight."""
     return dequantize_codes(*codes, stored.cast, stored.shape, stored.axis, dtype)
@@ -793,17 +919,28 @@ def cast_operand(
     across: bool,
     dtype: torch.dtype | None,
     levels: Tensor | None,
+    signs: Tensor | None = None,
 ) -> OperandCodes:
     """Cast the matrix x [R, C] along C, along R, or both. An uncast layout has `dtype`, or that of x if it is None."""
     if casting.along == casting.across:
-        return cast_layouts(x, casting.along, amax, place, along, across, dtype, level_of(levels, casting.along))
+        return cast_layouts(x, casting.along, amax, place, along, across, dtype, level_of(levels, casting.along), signs)
     if along and across and casting.apart:
         values, scale, values_t, scale_t = torch.ops.dither.quantize_apart(x, casting.along.cast, casting.across.cast, "auto")
         return OperandCodes(Codes(values, scale), Codes(values_t.T, transposed_scale(scale_t)))
     # Magnitudes of earlier steps are for delayed scaling alone, and random bits for stochastic casts.
+    whole = Amax()
+    if along and across and casting.along.two_level and casting.across.two_level and not casting.shared and x.numel():
+        whole = Amax(fused.largest_magnitude(x.detach()))
     one, other = (
         cast_layouts(
-            x, each, amax if each.delayed else Amax(), place if each.stochastic else None, *asked, dtype, level_of(levels, each)
+            x,
+            each,
+            amax if each.delayed else Amax() if each.width or each.first else whole,
+            place if each.stochastic else None,
+            *asked,
+            dtype,
+            level_of(levels, each),
+            signs,
         )
         for each, asked in ((casting.along, (along, False)), (casting.across, (False, across)))
     )
@@ -819,6 +956,7 @@ def cast_layouts(
     across: bool,
     dtype: torch.dtype | None,
     level: Tensor | None,
+    signs: Tensor | None = None,
 ) -> OperandCodes:
     """Do the same for layouts with one cast."""
     if not (along or across):
@@ -826,6 +964,18 @@ def cast_layouts(
     if not casting.cast:
         x = x.detach() if dtype is None else x.detach().to(dtype)
         return OperandCodes(Codes(x) if along else None, Codes(x.T) if across else None)
+    if casting.first:
+        return cast_layouts(
+            read_in_forward(x.detach(), casting), casting._replace(first=""), Amax(), place, along, across, None, level, signs
+        )
+    if casting.transform:
+        bare, x = casting._replace(transform=""), x.detach()
+
+        def turned(axis: int) -> OperandCodes:
+            part = transformed(x, casting, axis, signs)
+            return cast_layouts(part, bare, Amax(), place, axis == 1, axis == 0, None, level)
+
+        return OperandCodes(turned(1).along if along else None, turned(0).across if across else None)
     if casting.shared:
         alone = casting._replace(shared="")
 
@@ -834,8 +984,15 @@ def cast_layouts(
 
         shared = casting.shared, casting.shared_axis
         return OperandCodes(*scales.cast_part(x.detach(), casting.cast, amax.given, *shared, (along, across), cast))
-    if casting.measured and torch.compiler.is_compiling():
+    if (casting.measured or casting.container == "bf16") and torch.compiler.is_compiling():
         amax = Amax(_measured(x, casting, amax))
+    if casting.container == "bf16":
+        place_of = (place, casting.row, casting.column)
+        values, values_t, tensor = torch.ops.dither.quantize_values(
+            x.detach(), casting.cast, along, across, amax.given, *place_of, "auto"
+        )
+        outer = tensor if casting.two_level else None
+        return OperandCodes(Codes(values, None, outer) if along else None, Codes(values_t.T, None, outer) if across else None)
     drawn = (0, place, casting.row, casting.column)
     if casting.delayed and amax.largest is not None:
         values, scale, values_t, scale_t = torch.ops.dither.quantize_both_measured(
@@ -860,6 +1017,35 @@ def cast_layouts(
     )
 
 
+def read_in_forward(x: Tensor, casting: Casting) -> Tensor:
+    """Return the numbers that the forward product reads of x, float32: those that `casting` casts again in backward."""
+    given = scales.largest_magnitude(x, casting.shared) if casting.shared else None
+    numbers: Tensor = torch.ops.dither.fake_quantize(x.float(), casting.first, casting.first_axis, given, 0, None, 0, 0, "auto")
+    return numbers
+
+
+def prepared(x: Tensor, casting: Casting, axis: int, signs: Tensor | None, after: Tensor | None = None) -> Tensor:
+    """Return what a cast of one layout reads: numbers of the forward product, a transformed operand, or x itself."""
+    x = read_in_forward(x, casting) if casting.first else x
+    return transformed(x, casting, axis, signs, after) if casting.transform else x
+
+
+def transformed(x: Tensor, casting: Casting, axis: int, signs: Tensor | None, after: Tensor | None = None) -> Tensor:
+    """Return x, transformed along `axis` and padded there; signs begin anew at multiples of the width in the whole operand."""
+    if first := (casting.column if axis == 1 else casting.row) % casting.width:
+        raise UserError(
+            f"A shard begins {first} elements after a multiple of {casting.width}, the width of {casting.transform}: "
+            "shard along multiples of it, or use a narrower transform."
+        )
+    turned: Tensor = torch.ops.dither.transform(x, casting.transform, axis, signs if casting.redrawn else None, after)
+    return turned
+
+
+def padded(length: int, casting: Casting) -> int:
+    """Return the number of elements that a product sums over, with those by which a transform pads the axis."""
+    return -(-length // casting.width) * casting.width if casting.width else length
+
+
 def transposed_scale(scale: Tensor) -> Tensor:
     """Return scales in the order of the transposed matrix. The scale of a whole tensor is returned as it is."""
     return scale.T if scale.dim() == 2 else scale
@@ -867,14 +1053,18 @@ def transposed_scale(scale: Tensor) -> Tensor:
 
 def _measured(x: Tensor, casting: Casting, amax: Amax) -> Tensor | None:
     """Return the largest magnitude that x is scaled by; for small groups None."""
-    if amax.given is not None or not casting.measured or not x.numel():
+    if amax.given is not None or not (casting.measured or casting.two_level) or not x.numel():
         return amax.given
     return fused.largest_magnitude(x.detach())
 
 
-def _cast_later(source: Codes, casting: Casting, axis: int, levels: Tensor | None, after: Tensor) -> Codes:
+def _cast_later(
+    source: Codes, casting: Casting, axis: int, levels: Tensor | None, after: Tensor, signs: Tensor | None
+) -> Codes:
     """Cast (matrix, magnitude, place) in backward, along `axis`."""
     x, amax, place = source
+    if casting.width or casting.first:
+        x, amax = prepared(x, casting, axis, signs, after), None
     values, scale, tensor = torch.ops.dither.quantize_later(
         x, casting.cast, axis, amax, casting.container, place, casting.row, casting.column, level_of(levels, casting), after
     )

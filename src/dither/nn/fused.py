@@ -9,6 +9,7 @@ computes from them both their own gradients and the product once more, which the
 keeps 2 codes per element, and neither gate, nor up, nor their product.
 """
 
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -100,14 +101,20 @@ def rounded_magnitude(largest: Tensor) -> Tensor:
 
 
 def again(
-    x: Tensor, cast: str, amax: Tensor | None, container: str, drawn: Drawn, level: Tensor | None
+    x: Tensor,
+    cast: str,
+    amax: Tensor | None,
+    container: str,
+    drawn: Drawn,
+    level: Tensor | None,
+    prepare: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what the operator `quantize` does along axis 0, inside a compiled graph that runs it in backward."""
+    """Return what `quantize` does along axis 0 with the result of `prepare`, in a compiled graph that runs it in backward."""
     key, step, row, column = drawn
 
     def run(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # An operation between x and the operator, since the partitioner saves what an operator of backward reads.
-        same = x.neg().neg()
+        same = prepare(x.neg().neg())
         codes: tuple[Tensor, Tensor, Tensor] = torch.ops.dither.quantize(
             same, cast, 0, amax, container, key, step, row, column, "auto", level
         )

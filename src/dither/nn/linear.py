@@ -145,7 +145,7 @@ def make_program(
         levels,
         Samplings.of(precision),
         choice.compute,
-        draws=batch or cpu.weight.stochastic or precision.sampled,
+        draws=cpu.draws or precision.sampled,
         rows_matter=batch or precision.input_sampling is not None,
         uncast=precision.uncast,
     )
@@ -179,7 +179,7 @@ class Linear(nn.Linear):
     draw_place: Tensor | None
     """int64[2] on the device: where `step_context` writes the step and, if it is given, the row."""
     draw_keys: Tensor | None
-    """int64[5] on the device: the keys of the layer's random streams."""
+    """int64[6] on the device: the keys of the layer's random streams."""
     levels: Tensor | None
     """int32[6, 4] on the device: in column 0 the cast of its family that each operand takes, along and across."""
     # Options

@@ -43,7 +43,8 @@ def writes_its_codes(layer: nn.Module | None, x: Tensor) -> bool:
     """Return True if the loss of a layer writes its codes: `output_loss` takes the layer.
 
     It does for a `Linear` without a bias whose gradient is cast to FP8 to nearest, with current scales per tensor or per tile.
-    A layer that is sampled, sharded, switched among levels, or watched by hooks is run by itself, and its loss separately.
+    A layer that is sampled, sharded, transformed, switched among levels, or watched by hooks is run by itself, and its loss
+    separately.
     """
     if not isinstance(layer, Linear) or layer.bias is not None or layer.transposed:
         return False
@@ -53,7 +54,10 @@ def writes_its_codes(layer: nn.Module | None, x: Tensor) -> bool:
     samplings = layer.program.samplings
     if layer.training and (samplings.weight or samplings.input):
         return False
-    casting = layer.settings_for(x).grad
+    settings = layer.settings_for(x)
+    casting = settings.grad
+    if settings.turned:
+        return False
     alike = casting.along == casting.across and casting.along.cast and not casting.along.container
     return alike and casting.along.level < 0 and x.dtype in INPUT_DTYPES and _takes(casting.along.cast)
 

@@ -18,13 +18,15 @@ update u of a weight w is lost if w - u rounds to w, which is about when |u| is 
 """
 
 import math
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from dither.ops.reference import quantize, rounding
+from dither.ops.reference import quantize, rounding, transforms
 from dither.spec import Cast, Rounding, groups
 from dither.spec.formats import Format
 from dither.spec.groups import GroupLayout
@@ -59,6 +61,10 @@ def cast_counts(x: Tensor, cast: Cast, axis: int = -1, given_amax: Tensor | None
     >>> dict(zip(COUNTS, found.counts.tolist(), strict=True))  # 7 would be 8; 0.2 is below 0.25; 0.3 becomes 0.5
     {'elements': 6.0, 'zeros': 1.0, 'nonfinite': 0.0, 'clipped': 1.0, 'flushed': 1.0, 'subnormal': 1.0}
     """
+    if cast.turn.size:  # whichever signs are drawn, their statistics are alike
+        turn = replace(cast.turn, signs="fixed")
+        lines = x.movedim(axis, -1).reshape(-1, x.shape[axis])
+        x, axis, cast = transforms.transform(lines, turn, 1, None), -1, cast.unturned
     layout = groups.values_layout(tuple(x.shape), cast, axis)
     x_BRC = layout.matrices(x)
     magnitude = x_BRC.abs()
@@ -68,11 +74,12 @@ def cast_counts(x: Tensor, cast: Cast, axis: int = -1, given_amax: Tensor | None
     amax = torch.where(finite, magnitude, 0).amax().float() if x.numel() else torch.zeros((), device=x.device)
     known = torch.where(finite, magnitude, torch.nan)  # NaN compares as false
     scaled = known.float() if factors is None else _multiplied(known, factors.multiply, layout)
+    round = Rounding("nearest") if cast.scaling.kind == "eden" else cast.round
     if cast.element.codebook or not cast.element.mantissa_bits or not cast.round.rule.kernel:
         signed = scaled.copysign(x_BRC.transpose(1, 2) if factors is not None and layout.along_rows else x_BRC)
         changed = _looked_up(signed, cast.element, cast.round)
     else:
-        changed = _changed(scaled, zeros, cast.element, cast.round)
+        changed = _changed(scaled, zeros, cast.element, round)
     counts = torch.stack([torch.full_like(zeros, x.numel()), zeros, x.numel() - finite.sum()]).double()
     scale = amax.new_empty(0)
     if factors is not None:
@@ -234,3 +241,27 @@ def required_factor(counts: list[float], format: Format, share: float) -> float:
         if total and seen >= share * total:
             return math.ldexp(1.0, format.min_exponent - format.mantissa_bits - (field - 127))
     return math.nan
+
+
+LEAVE_FP4 = math.sqrt(3.0)
+"""Margin of a gradient below which stochastic FP4 no longer pays (arXiv 2505.19115)."""
+
+
+def gradient_margin(one: Iterable[Tensor], other: Iterable[Tensor]) -> float:
+    """Return the norm of a gradient divided by that of its quantization noise; below LEAVE_FP4, leave FP4.
+
+    Both are estimated from two gradients of the same batch, which differ by their random bits alone: <g, g'> is the squared
+    norm without noise, and |g - g'|^2 / 2 that of the noise. Run backward twice on one batch, in step contexts of two steps.
+
+    Args:
+        one: The gradients of the parameters, such as [p.grad.clone() for p in model.parameters()].
+        other: Those of the second run, in the same order.
+
+    >>> round(gradient_margin([torch.tensor([3.0, 4.0])], [torch.tensor([3.0, 5.0])]), 2)
+    7.62
+    """
+    shared = noise = 0.0
+    for g, h in zip(one, other, strict=True):
+        shared += (g.double() * h.double()).sum().item()
+        noise += (g.double() - h.double()).square().sum().item() / 2
+    return math.sqrt(max(shared, 0.0) / noise) if noise else math.inf

@@ -4,7 +4,7 @@ These functions check their arguments. The operators that they call (`torch.ops.
 them again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dither.errors import UserError
 from dither.ops.backend import assume_constant_result
-from dither.ops.reference import sampling
+from dither.ops.reference import sampling, transforms
 from dither.ops.reference import scales as scaling
 from dither.ops.torch_ops import check_finite
 from dither.spec import NOISES, Cast, groups
@@ -44,6 +44,8 @@ class Quantized:
     tensor_scale: Tensor | None = None
     measured: Tensor | None = None
     """The largest magnitude of the tensor, 0-d, which `quantize_both` measures for delayed scaling."""
+    place: Tensor | None = None
+    """int64[3], by which the signs of a redrawn transform were drawn."""
 
     def dequantize(self, dtype: torch.dtype | None = None, *, backend: str = "auto") -> Tensor:
         """Return the numbers in the original tensor's shape, in `dtype` (by default the original dtype).
@@ -55,8 +57,14 @@ class Quantized:
         dtype = dtype or self.dtype
         if dtype not in INPUT_DTYPES:
             raise UserError(f"Numbers come back as float32, bfloat16 or float16, not as {dtype}.")
-        codes = (self.values, self.scale, self.tensor_scale)
-        return dequantize_codes(*codes, str(self.cast), self.shape, self.axis, dtype, check_backend(backend))
+        codes, turn = (self.values, self.scale, self.tensor_scale), self.cast.turn
+        check_backend(backend)
+        if not turn.size:
+            return dequantize_codes(*codes, str(self.cast), self.shape, self.axis, dtype, backend)
+        padded = list(self.shape)
+        padded[self.axis] = -(-padded[self.axis] // turn.size) * turn.size
+        turned = dequantize_codes(*codes, str(self.cast.unturned), padded, self.axis, torch.float32, backend)
+        return _along(turned, self.axis, lambda x: transforms.inverse(x, turn, 1, self.place, self.shape[self.axis])).to(dtype)
 
 
 def dequantize_codes(
@@ -155,11 +163,13 @@ def quantize(
     (tensor([[ 33, 244]], dtype=torch.uint8), tensor([[2.]]))
     """
     cast, axis, draw = _prepare("quantize", x, cast, axis, stream, step, offset, amax)
-    options = (*_draw_arguments(draw), check_backend(backend))
-    values, scale, tensor_scale = torch.ops.dither.quantize(x.detach(), str(cast), axis, amax, "", *options)
+    options, turned, place = (*_draw_arguments(draw), check_backend(backend)), x.detach(), None
+    if cast.turn.size:
+        turned, place = _transformed(turned, cast, axis, stream, step)
+    values, scale, tensor_scale = torch.ops.dither.quantize(turned, str(cast.unturned), axis, amax, "", *options)
     _check_scales(x, cast, scale, measured=amax is None)
-    scales = (scale if cast.group.kind != "none" else None, tensor_scale if cast.scaling.kind == "nvfp4" else None)
-    return Quantized(values, scales[0], cast, tuple(x.shape), axis, x.dtype, scales[1])
+    scales = (scale if cast.group.kind != "none" else None, tensor_scale if cast.scaling.two_level else None)
+    return Quantized(values, scales[0], cast, tuple(x.shape), axis, x.dtype, scales[1], place=place)
 
 
 def fake_quantize(
@@ -182,6 +192,10 @@ def fake_quantize(
     tensor([0.0000, 0.5000, 1.5000, 6.0000])
     """
     cast, axis, draw = _prepare("fake_quantize", x, cast, axis, stream, step, offset, amax)
+    if cast.turn.size:
+        options = {"stream": stream, "step": step, "offset": offset, "amax": amax, "backend": backend}
+        rounded = quantize(x, cast, axis=axis, **options).dequantize(backend=backend)  # type: ignore[arg-type]
+        return x + (rounded - x).detach() if x.requires_grad else rounded
     result: Tensor = torch.ops.dither.fake_quantize(x, str(cast), axis, amax, *_draw_arguments(draw), check_backend(backend))
     _check_result(x, cast, result, inf_passes=False)
     return result
@@ -218,8 +232,8 @@ def quantize_both(
             f"quantize_both takes a matrix, not a tensor of shape {tuple(x.shape)}; flatten its leading dimensions first."
         )
     cast, _, draw = _prepare("quantize_both", x, cast, -1, stream, step, offset, amax)
-    if cast.scaling.kind == "nvfp4":
-        raise UserError(f"quantize_both does not take {str(cast)!r}: its scales differ along each axis; call quantize twice.")
+    if cast.scaling.two_level or cast.turn.size:
+        raise UserError(f"quantize_both does not take {str(cast)!r}: its values differ along each axis; call quantize twice.")
     arguments = _draw_arguments(draw)
     *outputs, largest = torch.ops.dither.quantize_both(x.detach(), str(cast), amax, "", *arguments, check_backend(backend))
     values, scale, values_t, scale_t = outputs
@@ -414,7 +428,7 @@ def _prepare(
             f"The cast {str(cast)!r} scales by earlier steps: pass amax=history.amax(cast), with a dither.AmaxHistory."
         )
     if amax is not None:
-        if cast.group.kind != "tensor" and cast.scaling.kind != "nvfp4":
+        if cast.group.kind != "tensor" and not cast.scaling.two_level:
             raise UserError(
                 f"amax= is the largest magnitude of a whole tensor, and the cast {str(cast)!r} "
                 "scales smaller groups: leave amax= out."
@@ -445,14 +459,32 @@ def _described(value: object) -> str:
 
 
 def _draw(x: Tensor, cast: Cast, stream: Stream | None, step: int | Tensor, offset: tuple[int, int]) -> Draw | None:
-    if not cast.round.bits:
+    if not cast.round.bits and cast.turn.signs != "redrawn":
         return None
     if not isinstance(stream, Stream):
         raise UserError(
             f"The cast {str(cast)!r} draws random bits and needs stream=dither.Stream(seed, purpose, name), "
             f"so that its bits can be repeated; given was {stream!r}."
         )
-    return stream.draw(step, matrix_size(x), offset, x.device)
+    return stream.draw(step, matrix_size(x), offset, x.device) if cast.round.bits else None
+
+
+def _transformed(x: Tensor, cast: Cast, axis: int, stream: Stream | None, step: int | Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return x, transformed along `axis` as `cast` says, and the place of redrawn signs."""
+    place = None
+    if cast.turn.signs == "redrawn":
+        assert stream is not None
+        place = torch.tensor([int(step), 0, stream.key], device=x.device)
+    text = str(cast.turn)
+    return _along(x, axis, lambda lines: torch.ops.dither.transform(lines, text, 1, place, None)), place
+
+
+def _along(x: Tensor, axis: int, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return x with its lines along `axis`, as a matrix [lines, length], replaced by the result of a function."""
+    lines = x.movedim(axis, -1) if x.dim() else x.reshape(1)
+    found = function(lines.reshape(-1, lines.shape[-1]))
+    found = found.reshape(*lines.shape[:-1], found.shape[1])
+    return found.movedim(-1, axis) if x.dim() else found
 
 
 def _check_scales(x: Tensor, cast: Cast, scale: Tensor, measured: bool) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from dither.errors import PerformanceWarning, UserError
 from dither.spec import Cast
-from dither.spec.engines import Verified
+from dither.spec.engines import SIXTEEN_BITS, Verified
 from dither.versions import version
 
 
@@ -23,13 +23,19 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
+@functools.cache
+def has_bf16_units() -> bool:
+    """Return False if this machine's GPU cannot multiply BF16; True without a GPU, where nobody asks its units."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= SIXTEEN_BITS["bf16"]
+
+
 def describe(device: torch.device, engines: tuple[str, ...] = ()) -> Verified | None:
     """Return the record of a GPU on which these engines passed their self-test; None if the device is not a GPU."""
     capability = capability_of(device)
     if capability is None:
         return None
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    return Verified(name, capability, torch.__version__, torch.version.cuda or "none", version(), engines)
+    return Verified(name, capability, str(torch.__version__), torch.version.cuda or "none", version(), engines)
 
 
 @functools.cache

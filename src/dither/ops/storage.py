@@ -37,8 +37,7 @@ def integer_dtype(format: Format) -> torch.dtype:
 
 def scale_dtype(cast: Cast) -> torch.dtype:
     """Return the dtype in which the scales of groups are stored."""
-    stored = {"pow2": torch.float8_e8m0fnu, "nvfp4": torch.float8_e4m3fn}
-    return stored.get(cast.scaling.rule.storage, torch.float32)
+    return {"e8m0": torch.float8_e8m0fnu, "e4m3": torch.float8_e4m3fn}.get(cast.scaling.storage, torch.float32)
 
 
 def empty_lines(x: Tensor, cast: Cast, layout: GroupLayout, container: Format) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from dither.ops.backend import implementation
 from dither.ops.reference.loss import gradients_like
 from dither.ops.reference.matmul import Operand
 from dither.ops.reference.sampling import LN2, pow2, to_dtype
-from dither.spec import Cast, groups, registry
+from dither.spec import Cast, Hadamard, groups, registry
 from dither.spec.formats import Format
 from dither.spec.random import Draw
 
@@ -137,6 +137,21 @@ def _round_to_op(
     return code.round_to(x, cast.element, cast.round, saturate, draw)  # type: ignore[no-any-return]
 
 
+def _empty_transform(x: Tensor, transform: str, axis: int) -> Tensor:
+    size = list(x.shape)
+    width = Hadamard.parse(transform).size
+    size[axis] = -(-size[axis] // width) * width
+    return x.new_empty(size, dtype=torch.float32)
+
+
+@operator(_empty_transform)
+def _transform_op(x: Tensor, transform: str, axis: int, place: Tensor | None, after: Tensor | None) -> Tensor:
+    """Return the matrix x, transformed along `axis` and padded, in float32; see `reference.transforms`."""
+    turn = Hadamard.parse(transform)
+    code = implementation("transforms", x.device, "auto" if turn.matrix == "hadamard" else "reference")
+    return code.transform(x, turn, axis, place)  # type: ignore[no-any-return]
+
+
 @custom_operator(lambda x: x.new_empty((), dtype=torch.float32))
 def _amax_op(x: Tensor, backend: str) -> Tensor:
     return implementation("quantize", x.device, backend).amax(x)  # type: ignore[no-any-return]
@@ -176,7 +191,7 @@ def _operand(values: Tensor, scale: Tensor | None, tensor: Tensor | None, text: 
         scale = None
     elif scale is not None and scale.dtype != storage.scale_dtype(cast):
         scale = scale.view(storage.scale_dtype(cast))
-    return Operand(values, scale, tensor if cast.scaling.kind == "nvfp4" else None, cast, length)
+    return Operand(values, scale, tensor if tensor is not None and tensor.numel() else None, cast, length)
 
 
 def cast_one(
@@ -227,7 +242,7 @@ def cast_both(
 def _empty_one(x: Tensor, cast: str, axis: int, container: str) -> tuple[Tensor, Tensor, Tensor]:
     parsed = _casts(cast)[0]
     values, scale = storage.empty_outputs(x, parsed, axis, _container(container, parsed))
-    return values, scale, x.new_empty(() if parsed.scaling.kind == "nvfp4" else (0,), dtype=torch.float32)
+    return values, scale, x.new_empty(() if parsed.scaling.two_level else (0,), dtype=torch.float32)
 
 
 def _empty_both(x: Tensor, cast: str, container: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -255,6 +270,44 @@ def _quantize_op(
     return cast_one(x, cast, axis, amax, container, _draw_of(key, step, row, column), backend, level)
 
 
+def _empty_values(x: Tensor, cast: str, along: bool, across: bool) -> tuple[Tensor, Tensor, Tensor]:
+    one, other = (x.new_empty(x.shape if wanted else (0,), dtype=torch.bfloat16) for wanted in (along, across))
+    return one, other, x.new_empty(() if Cast.parse(cast).scaling.two_level else (0,), dtype=torch.float32)
+
+
+@operator(_empty_values)
+def _quantize_values_op(
+    x: Tensor,
+    cast: str,
+    along: bool,
+    across: bool,
+    amax: Tensor | None,
+    step: Tensor | None,
+    row: int,
+    column: int,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes times the scales of their groups in BF16, [R, C] each, and the scale of the tensor.
+
+    See `reference.quantize`. A layout that is not wanted is empty.
+    """
+    parsed = Cast.parse(cast)
+    code = implementation("quantize", x.device, backend, parsed)
+    axes = tuple(axis for axis, wanted in ((1, along), (0, across)) if wanted)
+    values, tensor = code.quantize_values(x, parsed, axes, _draw_of(0, step, row, column), amax)
+    nothing = x.new_empty(0, dtype=torch.bfloat16)
+    return values[0] if along else nothing, values[-1] if across else nothing, tensor
+
+
+@operator(lambda values, rows, length: values.new_empty((rows, length), dtype=torch.bfloat16))
+def _decode_op(values: Tensor, scale: Tensor, cast: str, rows: int, length: int, after: Tensor | None) -> Tensor:
+    """Return codes [rows, length] times the scales of their groups, in BF16, which holds them."""
+    parsed = Cast.parse(cast)
+    code = implementation("quantize", values.device, "auto", parsed)
+    scale, nothing = scale.view(storage.scale_dtype(parsed)), scale.new_empty(0, dtype=torch.float32)
+    return code.dequantize(values, scale, nothing, parsed, (rows, length), 1, torch.bfloat16)  # type: ignore[no-any-return]
+
+
 @custom_operator(lambda values, shape, dtype: values.new_empty(shape, dtype=dtype))
 def _dequantize_op(
     values: Tensor,
@@ -272,12 +325,12 @@ def _dequantize_op(
     return code.dequantize(values, scale, tensor_scale, parsed, tuple(shape), axis, dtype)  # type: ignore[no-any-return]
 
 
-def _empty_values(x: Tensor, cast: str, axis: int) -> Tensor:
+def _empty_like_values(x: Tensor, cast: str, axis: int) -> Tensor:
     layout = groups.values_layout(tuple(x.shape), Cast.parse(cast), axis)
     return layout.restore(torch.empty_like(layout.matrices(x)))
 
 
-@custom_operator(_empty_values)
+@custom_operator(_empty_like_values)
 def _fake_quantize_op(
     x: Tensor,
     cast: str,

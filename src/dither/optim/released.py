@@ -7,7 +7,7 @@ model does.
 
 import re
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
@@ -127,13 +127,7 @@ class ReleasedGradients:
             step.finish()
 
 
-def release_gradients(
-    model: nn.Module,
-    optimizer: AdamW,
-    *,
-    clip_norm: Literal["previous"] | None = None,
-    units: Sequence[Sequence[Tensor]] | None = None,
-) -> ReleasedGradients:
+def release_gradients(model: nn.Module, optimizer: AdamW, *, clip_norm: Literal["previous"] | None = None) -> ReleasedGradients:
     """Update parameters in the backward pass and free their gradients: one block's gradients exist at a time.
 
     Call `loss.backward()` and `optimizer.step()` as before: the first updates, the second ends the step. The bits are those of
@@ -143,7 +137,6 @@ def release_gradients(
     optimizer: an `AdamW`, `AdamW8bit` or `AdamMini` of its parameters.
     clip_norm: "previous" clips by the norm of the previous step's gradients, if the optimizer has a `max_norm`; the norm of
         this step's is known only at its end. The first step is not clipped.
-    units: parameters to be updated together, in place of blocks.
 
     >>> import dither, torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)).to(torch.bfloat16)
@@ -161,13 +154,9 @@ def release_gradients(
     held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     named = [(name, p) for name, p in model.named_parameters() if id(p) in held and p.requires_grad and id(p) not in bitwidths]
     found: dict[str, list[Tensor]] = {}
-    if units is None:
-        for name, parameter in named:
-            found.setdefault(unit_of(name), []).append(parameter)
-    else:
-        known = {id(p) for _, p in named}
-        found = {f"units[{number}]": [p for p in unit if id(p) in known] for number, unit in enumerate(units)}
-    if not any(found.values()):
+    for name, parameter in named:
+        found.setdefault(unit_of(name), []).append(parameter)
+    if not found:
         raise UserError(
             f"The optimizer has no trainable parameter of this {type(model).__name__}: pass the model it was made for."
         )

@@ -146,7 +146,7 @@ def times_of(
         return read
     capability = backend.capability_of(device)
     rows: dict[Shape, dict[str, float]] = {}
-    found = LayerTimes(torch.cuda.get_device_name(device), torch.__version__, rows)
+    found = LayerTimes(torch.cuda.get_device_name(device), str(torch.__version__), rows)
     for number, shape in enumerate(shapes, 1):
         runnable = [option for option in options if _runs(option, shape, capability)]
         rows[shape] = dict(measure_times([shape], runnable, path=path, device=device).seconds[shape])

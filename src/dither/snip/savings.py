@@ -193,7 +193,7 @@ def measure_times(
             new.write_text(json.dumps({"version": TIMES_VERSION, "times": known}, indent=1), encoding="utf-8")
             os.replace(new, path)
         tick(number, len(asked))
-    return LayerTimes(name, torch.__version__, {shape: dict(mine[shape_text(shape)]) for shape in asked})
+    return LayerTimes(name, str(torch.__version__), {shape: dict(mine[shape_text(shape)]) for shape in asked})
 
 
 def read_times(path: str | Path) -> LayerTimes:

@@ -1,9 +1,9 @@
-"""Cast: the format, granularity, scale and rounding of a tensor, as frozen data and as text."""
+"""Cast: the format, granularity, scale, rounding and transform of a tensor, as frozen data and as text."""
 
 import functools
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from dither.errors import UserError
@@ -25,6 +25,10 @@ class Granularity:
         return _parse_granularity(_text("granularity", text))
 
 
+MOST_COMPARED = 256
+"""Largest group of `four_over_six`: its sums of squared errors are integers of 32 bits."""
+
+
 @dataclass(frozen=True)
 class Scale:
     """The rule for a group's scale. `history`, `margin` and `algo` belong to `delayed`."""
@@ -42,6 +46,16 @@ class Scale:
         """Return the rule."""
         return registry.SCALES[self.kind]
 
+    @property
+    def storage(self) -> str:
+        """Return the format of stored scales: fp32, e8m0 (powers of two), e4m3 (below a scale of the tensor), or ""."""
+        return {"none": "", "pow2": "e8m0", "nvfp4": "e4m3"}.get(self.rule.storage, "fp32")
+
+    @property
+    def two_level(self) -> bool:
+        """Return True if the tensor has a scale of its own above those of its blocks."""
+        return self.rule.storage == "nvfp4"
+
     def __str__(self) -> str:
         if self.arguments:
             return f"{self.kind}({','.join(f'{value!r}'.removesuffix('.0') for value in self.arguments)})"
@@ -52,7 +66,7 @@ class Scale:
 
     @classmethod
     def parse(cls, text: str) -> "Scale":
-        """Parse the name of a rule, with its arguments, or `delayed(history[,margin[,algo]])`."""
+        """Parse the name of a rule, with its arguments, or `delayed(history[,margin[,algo]])`; `pow2_floor` is `pow2`."""
         return _parse_scale(_text("scale", text))
 
 
@@ -81,9 +95,41 @@ class Rounding:
         return 8 if self.bits <= 8 else 16 if self.bits <= 16 else 32
 
 
+Signs = Literal["plain", "fixed", "redrawn"]
+
+
+@dataclass(frozen=True)
+class Hadamard:
+    """A Hadamard transform of every `size` elements along the axis that a product sums over, before the cast.
+
+    It is orthogonal: a product of two operands that have the same transform stays the same but for the errors of their casts.
+    """
+
+    size: int = 0
+    """The width of the transform; 0 for none."""
+    signs: Signs = "plain"
+    """Signs that elements are multiplied by first: none, one vector for all layers and runs, or one per layer and step."""
+    matrix: str = "hadamard"
+    """The name of a transform in `registry.TRANSFORMS`, whose matrix replaces that of Hadamard."""
+
+    def __str__(self) -> str:
+        if not self.size:
+            return "none"
+        return f"{self.matrix}({self.size})" if self.signs == "fixed" else f"{self.matrix}({self.size},{self.signs})"
+
+    @classmethod
+    def parse(cls, text: str) -> "Hadamard":
+        """Parse `none` or `hadamard(size[,plain|fixed|redrawn])`; signs are fixed by default.
+
+        >>> Hadamard.parse("hadamard(16)")
+        Hadamard(size=16, signs='fixed', matrix='hadamard')
+        """
+        return _parse_transform(_text("transform", text))
+
+
 @dataclass(frozen=True)
 class Cast:
-    """The cast of a tensor to few bits: four strings, each with one canonical spelling.
+    """The cast of a tensor to few bits: five strings, each with one canonical spelling.
 
     Example: `Cast("e4m3", "tile(128)", "fp32")` scales each 1 x 128 tile so that its largest magnitude becomes 448.
     """
@@ -93,9 +139,11 @@ class Cast:
     granularity: str = "none"
     """The elements that share a scale: none, tensor, row, block(n) or tile(n)."""
     scale: str = "none"
-    """none, fp32 (any scale), pow2 (OCP MX), pow2_ceil (MX that never clips), nvfp4, or delayed(history)."""
+    """none, fp32, mse, pow2, pow2_ceil, pow2_round, pow2_rtz, nvfp4, four_over_six, static(scale) or delayed(history)."""
     rounding: str = "nearest"
     """nearest, stochastic(bits), toward_zero, or a registered rule."""
+    transform: str = "none"
+    """none, or hadamard(size[,plain|fixed|redrawn]), which operands of a product have in common."""
 
     # Parsed once, so that compiled code reads them as constants.
     element: Format = field(init=False, repr=False, compare=False)
@@ -106,13 +154,17 @@ class Cast:
     """The parsed `scale`."""
     round: Rounding = field(init=False, repr=False, compare=False)
     """The parsed `rounding`."""
+    turn: Hadamard = field(init=False, repr=False, compare=False)
+    """The parsed `transform`."""
 
     def __post_init__(self) -> None:
         element, group = Format.parse(self.format), Granularity.parse(self.granularity)
         scale, rounding = Scale.parse(self.scale), Rounding.parse(self.rounding)
-        for name, parsed in (("element", element), ("group", group), ("scaling", scale), ("round", rounding)):
+        turn = Hadamard.parse(self.transform)
+        parts = {"element": element, "group": group, "scaling": scale, "round": rounding, "turn": turn}
+        for name, parsed in parts.items():
             object.__setattr__(self, name, parsed)
-        for text, canonical in ((self.format, element.name), (self.scale, str(scale))):
+        for text, canonical in ((self.format, element.name), (self.scale, str(scale)), (self.transform, str(turn))):
             if text != canonical:  # so that equal casts are equal strings
                 raise UserError(f"Write {canonical!r} for {text!r} in a Cast; Cast.parse takes other spellings too.")
         if not element.signed:
@@ -122,19 +174,39 @@ class Cast:
                 f"A cast is either unscaled (granularity='none', scale='none') or has both a granularity and a scale; "
                 f"given were granularity={self.granularity!r} and scale={self.scale!r}."
             )
-        if scale.kind == "nvfp4" and group.kind not in ("tile", "block"):
-            raise UserError(f"scale='nvfp4' scales small groups: use granularity='tile(16)', not {self.granularity!r}.")
+        if scale.two_level and group.kind not in ("tile", "block"):
+            raise UserError(f"scale={self.scale!r} scales small groups: use granularity='tile(16)', not {self.granularity!r}.")
         if scale.rule.values and group.kind not in ("tile", "block"):
             raise UserError(f"scale={self.scale!r} reads the values of small groups: use granularity='tile(32)'.")
-        if scale.kind == "nvfp4" and element.bits > 8:
-            raise UserError(f"scale='nvfp4' is for formats of at most 8 bits, such as 'e2m1', not for {element}.")
-        if scale.kind == "delayed" and not element.nan:
+        if scale.two_level and element.bits > 8:
+            raise UserError(f"scale={self.scale!r} is for formats of at most 8 bits, such as 'e2m1', not for {element}.")
+        if scale.kind == "four_over_six":
+            if element.name != "e2m1" or rounding.kind != "nearest":
+                raise UserError(f"scale='four_over_six' compares two nearest casts to e2m1: write 'e2m1', not {self}.")
+            if group.size ** (2 if group.kind == "block" else 1) > MOST_COMPARED:
+                raise UserError(f"scale='four_over_six' takes groups of up to {MOST_COMPARED} values, not {self.granularity}.")
+        if scale.kind == "eden":
+            fits = group.kind == "tile" and scale.arguments[0] in TRANSFORM_SIZES and scale.arguments[0] % group.size == 0
+            if element.name != "e2m1" or not fits or rounding.kind != "stochastic":
+                raise UserError(
+                    f"scale='eden(n)' rounds scales of tiles of e2m1 stochastically, with n of 16, 32, 64 or 128: write "
+                    f"'e2m1 tile(16) eden(128) stochastic(16)', not {str(self)!r}."
+                )
+        if scale.kind == "mse" and rounding.kind != "nearest":
+            raise UserError(f"scale='mse' lowers the error of rounding to nearest: use it so, not with {self.rounding!r}.")
+        if scale.kind == "static" and not 2.0**-126 <= scale.arguments[0] <= 2.0**126:
+            raise UserError(f"The scale of {self.scale!r} is a number from 2^-126 to 2^126, about 1e-38 to 1e+38.")
+        if scale.kind in ("delayed", "static") and not element.nan:
             # A scale from earlier steps cannot be NaN when this step's tensor holds one, so the codes must hold it.
-            raise UserError(f"Delayed scaling needs a format with NaN, such as 'e4m3' or 'e5m2', not {element}.")
+            word = scale.kind.capitalize()
+            raise UserError(f"{word} scaling needs a format with NaN, such as 'e4m3' or 'e5m2', not {element}.")
         if scale.kind == "delayed" and not 0 <= scale.margin <= element.max_exponent:
             raise UserError(f"The margin of {self.scale!r} for {element} is from 0 to {element.max_exponent} powers of two.")
-        if scale.kind == "delayed" and group.kind != "tensor":
-            raise UserError(f"Delayed scaling has one scale per tensor: use granularity='tensor', not {self.granularity!r}.")
+        if scale.kind in ("delayed", "static") and group.kind != "tensor":
+            word = scale.kind.capitalize()
+            raise UserError(f"{word} scaling has one scale per tensor: use granularity='tensor', not {self.granularity!r}.")
+        if scale.kind == "delayed" and turn.size:
+            raise UserError(f"Delayed scaling keeps the magnitudes of a tensor as it is: use it without {self.transform!r}.")
         if group.kind != "none" and element.exponent_bits == 8:
             raise UserError(f"{element} has float32's range and needs no scale: use granularity='none' and scale='none'.")
         # Rounding works on 30 bits: the mantissa and the random bits below it must fit.
@@ -147,7 +219,7 @@ class Cast:
 
     @classmethod
     def parse(cls, text: str) -> "Cast":
-        """Parse a cast: `format [granularity [scale]] [rounding]`, or `name [rounding]`.
+        """Parse a cast: `format [granularity [scale]] [rounding] [transform]`, or `name [rounding] [transform]`.
 
         Names are `mxfp8`, `mxfp6`, `mxfp4` and `nvfp4`. The default scale of a granularity is `fp32`. A stochastic MX cast has
         the scale `pow2_ceil`, because clipping would bias it.
@@ -174,10 +246,21 @@ class Cast:
 
     def __str__(self) -> str:
         scaled = [] if self.granularity == "none" else [self.granularity, self.scale]
-        return " ".join([self.format, *scaled, self.rounding])
+        return " ".join([self.format, *scaled, self.rounding, *([self.transform] if self.turn.size else [])])
+
+    @functools.cached_property
+    def unturned(self) -> "Cast":
+        """Return the cast without its transform, for a tensor that has been transformed."""
+        return replace(self, transform="none") if self.turn.size else self
 
 
-EXAMPLES = {"granularity": "tile(128)", "scale": "fp32", "rounding": "nearest", "cast": "e4m3 tile(128) fp32 nearest"}
+EXAMPLES = {
+    "granularity": "tile(128)",
+    "scale": "fp32",
+    "rounding": "nearest",
+    "transform": "hadamard(16)",
+    "cast": "e4m3 tile(128) fp32 nearest",
+}
 
 
 @dataclass(frozen=True)
@@ -208,6 +291,9 @@ for _named in (
 NAMED_CASTS: registry.Table[NamedCast] = registry.CASTS
 """Usual names of a format with its scaling."""
 
+TRANSFORM_SIZES = (16, 32, 64, 128)
+"""Widths of Hadamard transforms."""
+
 GROUP_SIZES = {"tile": (4, 1024), "block": (4, 128)}
 """The smallest and largest group of each kind. Sizes are powers of two, as GPU reductions need them."""
 
@@ -237,7 +323,7 @@ def _parse_granularity(text: str) -> Granularity:
 @registry.cached
 def _parse_scale(text: str) -> Scale:
     registry.look_up(text)
-    name, arguments = registry.arguments(text)
+    name, arguments = registry.arguments("pow2" if text == "pow2_floor" else text)
     delayed = r"delayed\(([1-9]\d{0,18})(?:,(-?\d{1,18})(?:,(max|most_recent))?)?\)"
     if match := re.fullmatch(delayed, text):
         return Scale("delayed", int(match[1]), int(match[2] or 0), match[3] or "max")  # type: ignore[arg-type]
@@ -274,11 +360,22 @@ def _parse_rounding(text: str) -> Rounding:
     )
 
 
-GRANULARITIES = ("none", "tensor", "row", "block", "tile")
-
-
 def _is_rounding(word: str) -> bool:
     return word.partition("(")[0] in registry.ROUNDINGS.here
+
+
+@registry.cached
+def _parse_transform(text: str) -> Hadamard:
+    if text == "none":
+        return Hadamard()
+    registry.look_up(text)
+    match = re.fullmatch(r"([^()]+)\((\d{1,4})(?:,(plain|fixed|redrawn))?\)", text)
+    if match is not None and match[1] in registry.TRANSFORMS.here and int(match[2]) in TRANSFORM_SIZES:
+        return Hadamard(int(match[2]), match[3] or "fixed", match[1])  # type: ignore[arg-type]
+    raise UserError(
+        f"There is no transform {text!r}: choose 'none', 'hadamard(size)', 'hadamard(size,plain)' or "
+        f"'hadamard(size,redrawn)' with a size of {', '.join(map(str, TRANSFORM_SIZES))}, or register one."
+    )
 
 
 @registry.cached
@@ -287,8 +384,10 @@ def _parse_cast(text: str) -> Cast:
         raise UserError(f"A cast is written like 'e4m3 tile(128) fp32 nearest' or 'mxfp4', not {text!r}.")
     words = text.split()
     for word in words:
-        if registry.arguments(word)[0] not in GRANULARITIES and (word != words[0] or spelled(word) is None):
+        if registry.arguments(word)[0] not in registry.GRANULARITIES and (word != words[0] or spelled(word) is None):
             registry.look_up(word)
+    if len(words) > 1 and words[-1].partition("(")[0] in registry.TRANSFORMS.here:
+        return replace(_parse_cast(" ".join(words[:-1])), transform=str(Hadamard.parse(words[-1])))
     rounding = words.pop() if len(words) > 1 and _is_rounding(words[-1]) else ""
     if len(words) == 1 and words[0] in NAMED_CASTS.here:
         named = NAMED_CASTS[words[0]]
@@ -302,6 +401,6 @@ def _parse_cast(text: str) -> Cast:
     if len(words) == 3:
         return Cast(element, words[1], str(Scale.parse(words[2])), rounding)
     raise UserError(
-        f"A cast is written 'format [granularity [scale]] [rounding]', such as 'e4m3 tile(128) fp32 nearest'; "
+        f"A cast is written 'format [granularity [scale]] [rounding] [transform]', such as 'e4m3 tile(128) fp32 nearest'; "
         f"given was {text!r}."
     )

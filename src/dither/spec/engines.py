@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from dither.errors import UserError
 from dither.files import Refused, from_json, read_text
-from dither.spec import PRODUCTS, Cast, LayerPrecision, did_you_mean
+from dither.spec import PRODUCTS, Cast, Hadamard, LayerPrecision, did_you_mean
 from dither.spec.levels import CONTAINERS
 
 CONTAINED = CONTAINERS["e4m3"][1:]
@@ -35,6 +35,9 @@ INT8_CAPABILITY = (7, 5)
 
 SIXTEEN_BITS: dict[Literal["bf16", "fp16"], tuple[int, int]] = {"bf16": (8, 0), "fp16": (7, 0)}
 """Compute capabilities of the first GPUs with 16-bit units: Ampere and Volta. The first units that hold both operands win."""
+
+LARGEST_HELD = 32
+"""Groups up to this size are cast to BF16 numbers by one kernel, which holds whole groups of both directions."""
 
 VERIFIABLE = ("fp8-tensor", "fp8-row", "fp8-group", "mxfp8", "mxfp4", "nvfp4")
 """Native units that are used only if they were tested: by this project, or by `dither doctor` on the user's machine."""
@@ -71,6 +74,18 @@ def container(cast: Cast) -> str:
     ('e4m3', 'e2m1')
     """
     return "e4m3" if cast.kernel and cast.format in CONTAINED and _fp8_scaling(cast) else cast.format
+
+
+def held_by_bf16(cast: Cast, verified: Collection[str] = ()) -> bool:
+    """Return True if BF16 holds every code times the scale of its group, and no tested units scale the groups themselves.
+
+    BF16 units then multiply these numbers: MX formats and NVFP4, whose scale of the tensor is applied to the product.
+
+    >>> [held_by_bf16(Cast.parse(text)) for text in ("nvfp4", "mxfp8", "e2m1 tile(128)", "e4m3")]
+    [True, True, False, False]
+    """
+    small = cast.group.kind in ("tile", "block") and cast.group.size <= LARGEST_HELD and not scales_inside(cast, "bf16")
+    return small and _exact(cast, "bf16") and _mx_kind(cast) not in verified
 
 
 def engine_for(
@@ -151,6 +166,11 @@ def engines_of(
         a, b = precision.casts(product)
         if product == "weight_grad" and transposed:
             a, b = b, a
+        turn, length = a.turn if a is not None else Hadamard(), sizes[product][2]
+        if turn.size > length and product != "weight_grad":  # tokens are padded
+            raise UserError(
+                f"{product.replace('_', ' ')} product: {turn} is wider than the {length} features that the product sums over"
+            )
         try:
             engines[product] = engine_for(a, b, sizes[product], capability, plain, verified)
         except UserError as error:
@@ -163,8 +183,8 @@ def scales_inside(cast: Cast, units: str) -> bool:
 
     BF16 has float32's range, so a code times a power of two is a BF16 number. FP16 has a smaller range.
     """
-    grouped = cast.group.kind in ("tile", "block") and cast.scaling.kind != "nvfp4"
-    return grouped and (units == "fp16" or cast.scaling.kind == "fp32")
+    grouped = cast.group.kind in ("tile", "block") and not cast.scaling.two_level
+    return grouped and (units == "fp16" or cast.scaling.storage == "fp32")
 
 
 def _takes_int8(cast: Cast) -> bool:
@@ -187,20 +207,19 @@ def _native(a: Cast, b: Cast, size: tuple[int, int, int], usable: Collection[str
 
 def _mx_kind(cast: Cast) -> Literal["", "mxfp8", "mxfp4", "nvfp4"]:
     """Return which of Blackwell's formats a cast is, or "". Their scales are per row: 16 x 16 blocks repeat theirs."""
-    scale = "pow2" if cast.scaling.kind == "pow2_ceil" else cast.scaling.kind
     known: dict[tuple[str, str, str], Literal["mxfp8", "mxfp4", "nvfp4"]] = {
-        ("e4m3", "tile(32)", "pow2"): "mxfp8",
-        ("e2m1", "tile(32)", "pow2"): "mxfp4",
-        ("e2m1", "tile(16)", "nvfp4"): "nvfp4",
-        ("e2m1", "block(16)", "nvfp4"): "nvfp4",
+        ("e4m3", "tile(32)", "e8m0"): "mxfp8",
+        ("e2m1", "tile(32)", "e8m0"): "mxfp4",
+        ("e2m1", "tile(16)", "e4m3"): "nvfp4",
+        ("e2m1", "block(16)", "e4m3"): "nvfp4",
     }
-    return known.get((cast.format, cast.granularity, scale), "")
+    return known.get((cast.format, cast.granularity, cast.scaling.storage), "")
 
 
 def _fp8_scaling(cast: Cast) -> str:
     """Return the scaling of an operand on FP8 units: "tensor", "row", "tile", "block", or "" if they cannot scale it."""
     kind, size = cast.group.kind, cast.group.size
-    if cast.format not in ("e4m3", "e5m2", *CONTAINED) or cast.scaling.kind == "nvfp4":
+    if cast.format not in ("e4m3", "e5m2", *CONTAINED) or cast.scaling.two_level:
         return ""
     if kind in ("none", "tensor"):
         return "tensor"
@@ -226,7 +245,7 @@ def _exact(cast: Cast, units: str) -> bool:
     element = cast.element
     bits = element.bits - 1 if element.is_integer else element.mantissa_bits + 1
     largest, smallest = element.max, element.min_subnormal
-    if cast.scaling.kind == "nvfp4":  # an E4M3 scale has four significant bits, and a range from 2^-9 to 448
+    if cast.scaling.two_level:  # an E4M3 scale has four significant bits, and a range from 2^-9 to 448
         bits, largest, smallest = bits + 4, largest * 448, smallest * 2.0**-9
     if scales_inside(cast, units) and cast.group.size < SHORTEST_GROUP:
         return False

@@ -171,9 +171,10 @@ class Format:
 
     @property
     def kernel(self) -> bool:
-        """Return True if kernels read and write the format: integers, and floats with the usual bias and zeros."""
+        """Return True if kernels read and write the format: integers, and floats like IEEE's, finite ones, and e4m3."""
         usual = self.is_integer or (self.exponent_bits >= 2 and self.bias == (1 << (self.exponent_bits - 1)) - 1)
-        return usual and not self.codebook and self.negative_zero and self.mantissa_bits > 0
+        standard = usual and (self.inf == self.nan or self.name == "e4m3")
+        return standard and not self.codebook and self.negative_zero and self.mantissa_bits > 0
 
     @property
     def is_integer(self) -> bool:

@@ -97,3 +97,14 @@ def gpu_named(name: str, *, rated: bool = False) -> Gpu:
     names = list(short) if rated else [gpu.name for gpu in known.values()]
     hint = did_you_mean(name.lower() if rated else name, names)
     raise UserError(f"There is no GPU {name!r}{hint} in the list: {', '.join(names)}.")
+
+
+def bf16_peak(name: str) -> float | None:
+    """Return the FLOP/s of BF16 products of a GPU, by the name that CUDA has for it; None if it is not listed.
+
+    >>> bf16_peak("NVIDIA H100 80GB HBM3"), bf16_peak("NVIDIA L40S"), bf16_peak("NVIDIA L4"), bf16_peak("Tesla T4")
+    (989000000000000.0, 362000000000000.0, 121000000000000.0, None)
+    """
+    peaks = {gpu.name.partition("-")[0]: gpu.bf16 for gpu in GPUS.values() if gpu.bf16}
+    # The longest name first: an L40S is not an L4.
+    return next((peaks[part] for part in sorted(peaks, key=len, reverse=True) if part in name), None)

@@ -145,7 +145,7 @@ def values_layout(shape: tuple[int, ...], cast: Cast, axis: int) -> GroupLayout:
 
 def lines_innermost(cast: Cast) -> bool:
     """Return True if scales of adjacent lines are contiguous: float32 scales of tiles of 128, as FP8 units read them."""
-    return cast.group.kind == "tile" and cast.group.size == 128 and cast.scaling.kind == "fp32"
+    return cast.group.kind == "tile" and cast.group.size == 128 and cast.scaling.storage == "fp32"
 
 
 def expose_scale(scale: "Tensor", cast: Cast, layout: GroupLayout) -> "Tensor":

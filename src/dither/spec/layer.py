@@ -109,6 +109,8 @@ class LayerPrecision:
     """The sampling of the input, with one bitwidth per `block` features, or None."""
     overrides: tuple[Override, ...] = ()
     """Casts of single operands in single products, in the products' order. Those that change nothing are dropped."""
+    requantize: bool = False
+    """True: backward casts input and weight as the forward product read them, that is, from their codes there."""
 
     def __post_init__(self) -> None:
         for name in OPERANDS:
@@ -120,6 +122,8 @@ class LayerPrecision:
             if not isinstance(value := getattr(self, name), Sampling | None):
                 raise UserError(f"LayerPrecision takes a Sampling or None as {name}, not {value!r}.")
         self._check_overrides()
+        self._check_transforms()
+        self._check_requantize()
         if self.sampling is not None and self.sampling.recompute and not self.uncast:
             raise UserError(
                 "A Sampling with recompute=True keeps no copy of the weight, but products of cast operands do: "
@@ -141,6 +145,27 @@ class LayerPrecision:
         kept = [override for override in overrides if override.cast != getattr(self, override.operand)]
         object.__setattr__(self, "overrides", tuple(sorted(kept, key=lambda override: order.index(override.place))))
 
+    def _check_transforms(self) -> None:
+        """Raise unless the operands of each product have the same transform."""
+        for product, operands in PRODUCTS.items():
+            one, other = (cast.transform if cast is not None else "none" for cast in self.casts(product))
+            if one != other:
+                raise UserError(
+                    f"Both operands of the {product} product need the same transform: {operands[0]} has {one!r}, and "
+                    f"{operands[1]} has {other!r}."
+                )
+
+    def _check_requantize(self) -> None:
+        """Raise if backward cannot cast the forward product's codes."""
+        if not isinstance(self.requantize, bool):
+            raise UserError(f"requantize is true or false, not {self.requantize!r}.")
+        for operand, cast in zip(PRODUCTS["forward"], self.casts("forward"), strict=True) if self.requantize else ():
+            if cast is None or cast.turn.size or cast.round.bits or cast.scaling.kind == "delayed":
+                raise UserError(
+                    f"requantize=True casts the {operand} of the forward product again in backward, and its cast is "
+                    f"{str(cast or 'uncast')!r}: use one without transform, random bits and delayed scales."
+                )
+
     @classmethod
     def of(
         cls,
@@ -148,6 +173,7 @@ class LayerPrecision:
         weight: "Cast | str | None" = None,
         grad: "Cast | str | None" = None,
         overrides: "Mapping[str, Cast | str | None] | None" = None,
+        requantize: bool = False,
     ) -> "LayerPrecision":
         """Build a LayerPrecision from the texts of its casts.
 
@@ -157,6 +183,7 @@ class LayerPrecision:
             grad: The cast of dY.
             overrides: Casts by product and operand, such as "input_grad.weight", or by product for both of its operands.
                 None, "uncast", "plain" and "bf16" mean that the operand is not cast in that product.
+            requantize: Backward casts input and weight as the forward product read them.
 
         >>> print(LayerPrecision.of(input="e4m3 tile(128)", weight="e4m3 block(128)"))
         input e4m3 tile(128) fp32 nearest, weight e4m3 block(128) fp32 nearest
@@ -165,7 +192,7 @@ class LayerPrecision:
         """
         casts = {"input": input, "weight": weight, "grad": grad}
         parsed: dict[str, Any] = {name: Cast.parse(cast) if isinstance(cast, str) else cast for name, cast in casts.items()}
-        return cls(**parsed, overrides=_overrides({} if overrides is None else overrides))
+        return cls(**parsed, overrides=_overrides({} if overrides is None else overrides), requantize=requantize)
 
     def cast(self, product: str, operand: str) -> Cast | None:
         """Return the cast of an operand in a product.
@@ -221,19 +248,20 @@ class LayerPrecision:
         casts = {name: None if (cast := getattr(self, name)) is None else str(cast) for name in OPERANDS}
         casts |= {name: (sampling := getattr(self, name)) and sampling.to_dict() for name in SAMPLINGS}
         overrides = {item.place: None if item.cast is None else str(item.cast) for item in self.overrides}
-        return casts | ({"overrides": overrides} if overrides else {})
+        return casts | ({"overrides": overrides} if overrides else {}) | ({"requantize": True} if self.requantize else {})
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "LayerPrecision":
         """Return the precision of a dictionary, the inverse of `to_dict`. Keys may be missing; unknown keys are errors."""
-        data = checked_keys("layer's precision", data, (*OPERANDS, *SAMPLINGS, "overrides"))
+        data = checked_keys("layer's precision", data, (*OPERANDS, *SAMPLINGS, "overrides", "requantize"))
         fields: dict[str, Any] = {name: None if data.get(name) is None else Cast.parse(data[name]) for name in OPERANDS}
         fields |= {name: None if data.get(name) is None else Sampling.from_dict(data[name]) for name in SAMPLINGS}
-        return cls(**fields, overrides=_overrides(data.get("overrides", {})))
+        return cls(**fields, overrides=_overrides(data.get("overrides", {})), requantize=data.get("requantize", False))
 
     def __str__(self) -> str:
         parts = [f"{name} {part}" for name in (*OPERANDS, *SAMPLINGS) if (part := getattr(self, name)) is not None]
-        return ", ".join([*parts, *map(str, self.overrides)]) or "uncast"
+        again = ["backward from the codes of forward"] if self.requantize else []
+        return ", ".join([*parts, *map(str, self.overrides), *again]) or "uncast"
 
 
 OPERANDS = ("input", "weight", "grad")

@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from dither.spec import registry
 from dither.spec.checks import checked_keys
 from dither.spec.formats import Format
 from dither.spec.layer import OPERANDS, PRODUCTS, LayerPrecision, Override
-from dither.spec.patterns import BOTH, check_pattern, literal, matches
+from dither.spec.patterns import BOTH, check_pattern, escape, literal, matches
 from dither.spec.sampling import Sampling
 
 Compute = Literal["fp32", "bf16", "fp16"]
@@ -53,6 +54,8 @@ class Plan:
     """True if the loss is scaled so that small gradients do not underflow, as with `torch.amp.GradScaler`."""
     provenance: Mapping[str, str | int | float | bool | None] = field(default_factory=dict, hash=False)
     """The origin of the plan in plain values, such as the name of a recipe. For information only."""
+    spare_last: float = 0.0
+    """The share of a model's blocks, from the last one on, whose layers are not cast: `spared` makes rules of it."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.layers, tuple | list):
@@ -77,6 +80,8 @@ class Plan:
         for name in ("master", "loss_scaling"):
             if not isinstance(value := getattr(self, name), bool):
                 raise UserError(f"A plan's {name} is true or false, not {value!r}.")
+        if not isinstance(self.spare_last, int | float) or not 0 <= self.spare_last < 1:
+            raise UserError(f"A plan's spare_last is a share of the blocks, from 0 to below 1, not {self.spare_last!r}.")
         if self.master and self.parameters in ("fp32", None):
             raise UserError(
                 "A plan with master=True keeps an fp32 copy of parameters='bf16' or 'fp16'; "
@@ -117,6 +122,32 @@ class Plan:
         (('blocks.1.*', None),)
         """
         return replace(self, layers=tuple(rule for rule in self.layers if any(matches(rule[0], name) for name in names)))
+
+    def spared(self, names: Collection[str]) -> "Plan":
+        """Return the plan with rules for the blocks that `spare_last` leaves uncast in a model whose layers have these names.
+
+        A block is what has a number in the names of its layers, such as layers.3 in "model.layers.3.mlp.up_proj". Shares are
+        rounded to whole blocks.
+
+        >>> plan = Plan(default=LayerPrecision.of("mxfp4", "mxfp4", "mxfp8"), spare_last=0.15)
+        >>> [pattern for pattern, _ in plan.spared([f"layers.{i}.up" for i in range(12)]).layers]
+        ['layers.10.*', 'layers.11.*']
+        """
+        if not self.spare_last:
+            return self
+        blocks: dict[str, set[int]] = {}
+        for name in names:
+            if found := re.match(r"((?:[^.]*[^.\d][^.]*\.)*)(\d+)\.", name):
+                blocks.setdefault(found[1], set()).add(int(found[2]))
+        base = self.default or LayerPrecision()
+        uncast = replace(base, input=None, weight=None, grad=None, overrides=(), requantize=False)
+        rules = []
+        for prefix, numbers in blocks.items():
+            count = round(self.spare_last * len(numbers))
+            rules += [(f"{escape(prefix)}{number}.*", uncast) for number in sorted(numbers)[len(numbers) - count :]]
+        taken = {pattern for pattern, _ in self.layers}
+        rules = [rule for rule in rules if rule[0] not in taken]
+        return replace(self, layers=(*self.layers, *rules), spare_last=0.0)
 
     @functools.cached_property
     def _index(self) -> tuple[dict[str, int], list[int]]:
@@ -170,6 +201,7 @@ class Plan:
         rules = {f"layers {pattern}": str(precision or "left alone") for pattern, precision in self.layers}
         order = {"layers": ", ".join(pattern for pattern, _ in self.layers)} if rules else {}
         fields = {name: str(getattr(self, name)) for name in ("compute", "parameters", "master", "loss_scaling")}
+        fields |= {"spare_last": str(self.spare_last)} if self.spare_last else {}
         origin = {f"provenance {key}": str(value) for key, value in self.provenance.items()}
         return {**order, **rules, "default": str(self.default or "left alone"), **fields, **origin}
 
@@ -183,6 +215,7 @@ class Plan:
             "parameters": self.parameters,
             "master": self.master,
             "loss_scaling": self.loss_scaling,
+            **({"spare_last": self.spare_last} if self.spare_last else {}),
             "provenance": dict(self.provenance),
             **({"definitions": definitions} if (definitions := _definitions(self)) else {}),
         }
@@ -253,6 +286,7 @@ class Plan:
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         lines = ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         rest = [f"compute {self.compute}", f"parameters {self.parameters or 'as they are'}"]
+        rest += [f"the last {self.spare_last:.0%} of the blocks uncast"] * bool(self.spare_last)
         rest += ["fp32 master copy"] * self.master + ["loss scaling"] * self.loss_scaling
         rest += [f"{key}: {value}" for key, value in self.provenance.items()]
         return "\n".join([*lines, "; ".join(rest)])
@@ -264,7 +298,10 @@ PLAN_VERSION = 3
 MOST_WILDCARDS = 10_000
 """Most characters of all patterns of a plan with wildcards. Rules for single layers, perhaps thousands, are plain names."""
 
-PLAN_KEYS = ("version", "layers", "default", "compute", "parameters", "master", "loss_scaling", "provenance", "definitions")
+PLAN_KEYS = (
+    *("version", "layers", "default", "compute", "parameters", "master", "loss_scaling", "spare_last"),
+    *("provenance", "definitions"),
+)
 
 CODE: dict[str, registry.Table[Any]] = {
     "scale rules": registry.SCALES,
@@ -278,7 +315,7 @@ def _definitions(plan: Plan) -> dict[str, Any]:
     """Return what the plan's casts need and Dither does not have: formats with their fields, and code by name."""
     precisions = [each for each in (plan.default, *(precision for _, precision in plan.layers)) if each is not None]
     casts = {cast for each in precisions for operand in OPERANDS for cast in each.casts_of(operand) if cast is not None}
-    words = {word for cast in casts for word in (cast.scaling.kind, cast.round.kind)}
+    words = {word for cast in casts for word in (cast.scaling.kind, cast.round.kind, cast.turn.matrix)}
     formats = sorted({cast.format for cast in casts if registry.FORMATS.added(cast.format)})
     code = {kind: {name: table.origin[name] for name in sorted(words) if table.added(name)} for kind, table in CODE.items()}
     found = {"formats": [registry.FORMATS[name].to_dict() for name in formats], **code}

@@ -25,6 +25,8 @@ class Recipe:
     plan: Plan
     about: str
     name: str = ""
+    paper: str = ""
+    """The arXiv number of the paper that defines it; docs/fp4.md says where the recipe departs from the paper."""
 
     @classmethod
     def of(
@@ -99,10 +101,24 @@ def _uncast(about: str, **fields: object) -> Recipe:
     return Recipe(Plan(default=LayerPrecision(), **fields), about)  # type: ignore[arg-type]
 
 
-def _cast(about: str, input: str, weight: str, grad: str, overrides: Mapping[str, str] | None = None) -> Recipe:
+def _cast(
+    about: str,
+    input: str,
+    weight: str,
+    grad: str,
+    overrides: Mapping[str, str] | None = None,
+    *,
+    requantize: bool = False,
+    spare_last: float = 0.0,
+    paper: str = "",
+) -> Recipe:
     # Uncast operations run in bf16, the baseline of low-precision training.
-    return Recipe(Plan(default=LayerPrecision.of(input, weight, grad, overrides), compute="bf16"), about)
+    precision = LayerPrecision.of(input, weight, grad, overrides, requantize)
+    return Recipe(Plan(default=precision, compute="bf16", spare_last=spare_last), about, paper=paper)
 
+
+_EDEN = "e2m1 tile(16) eden(128) stochastic(16) hadamard(128,redrawn)"
+_TETRAJET = "nvfp4 stochastic(16) hadamard(32,redrawn)"
 
 _RECIPES = {
     "fp32": _uncast("Single precision throughout: the baseline of all other recipes.", parameters="fp32"),
@@ -179,10 +195,59 @@ _RECIPES = {
         "mxfp4 stochastic(16)",
     ),
     "nvfp4": _cast(
-        "e2m1 with an e4m3 scale per 16 values, per 16 x 16 block of weights; gradients are rounded stochastically.",
+        "NVIDIA's NVFP4: 16 x 16 weights, stochastic dY, Hadamard in the weight gradient, the last 15 % of the blocks in BF16.",
         "nvfp4",
         "e2m1 block(16) nvfp4",
         "nvfp4 stochastic(16)",
+        {"weight_grad.input": "nvfp4 hadamard(16)", "weight_grad.grad": "nvfp4 stochastic(16) hadamard(16)"},
+        spare_last=0.15,
+        paper="2509.25149",
+    ),
+    "nvfp4-46": _cast(
+        "nvfp4 with four over six for inputs and weights, and a sixth of the blocks in BF16.",
+        "e2m1 tile(16) four_over_six",
+        "e2m1 block(16) four_over_six",
+        "nvfp4 stochastic(16)",
+        {
+            "weight_grad.input": "e2m1 tile(16) four_over_six nearest hadamard(16)",
+            "weight_grad.grad": "nvfp4 stochastic(16) hadamard(16)",
+        },
+        spare_last=1 / 6,
+        paper="2512.02010",
+    ),
+    "quartet2": _cast(
+        "Quartet II: four over six forward; both gradients by MS-EDEN from the codes of forward, after a Hadamard transform.",
+        "e2m1 tile(16) four_over_six",
+        "e2m1 tile(16) four_over_six",
+        _EDEN,
+        {"input_grad.weight": _EDEN, "weight_grad.input": _EDEN},
+        requantize=True,
+        paper="2601.22813",
+    ),
+    "tetrajet2": _cast(
+        "The layers of TetraJet-v2: NVFP4; both gradients stochastic from the codes of forward, after a Hadamard transform.",
+        "nvfp4",
+        "nvfp4",
+        _TETRAJET,
+        {"input_grad.weight": _TETRAJET, "weight_grad.input": _TETRAJET},
+        requantize=True,
+        paper="2510.27527",
+    ),
+    "fp4-all-the-way": _cast(
+        "NVFP4 in all products: nearest in forward, stochastic in both gradients.",
+        "nvfp4",
+        "nvfp4",
+        "nvfp4 stochastic(16)",
+        {"input_grad.weight": "nvfp4 stochastic(16)", "weight_grad.input": "nvfp4 stochastic(16)"},
+        paper="2505.19115",
+    ),
+    "mxfp4-rht": _cast(
+        "MXFP4 in both gradients, stochastic after a Hadamard transform with new signs in each step; forward in BF16.",
+        "mxfp4 stochastic(16) hadamard(64,redrawn)",
+        "mxfp4 stochastic(16) hadamard(64,redrawn)",
+        "mxfp4 stochastic(16) hadamard(64,redrawn)",
+        {"forward": "bf16"},
+        paper="2502.20586",
     ),
     "fp4-block": _cast(
         "The FP4 of SNIP: e2m1, scaled like fp8-block; gradients are rounded stochastically.",
@@ -191,9 +256,9 @@ _RECIPES = {
         "e2m1 tile(128) stochastic(16)",
     ),
     "fp4-forward": _cast(
-        "FP4 forward, scaled like fp8-block; FP8 backward with one scale per tensor: gradients in e5m2, the rest in e4m3.",
-        "e2m1 tile(128)",
-        "e2m1 block(128)",
+        "FP4 forward with a scale per 16 values; FP8 backward with one scale per tensor: gradients in e5m2, the rest in e4m3.",
+        "e2m1 tile(16)",
+        "e2m1 tile(16)",
         "e5m2 tensor",
         {"input_grad.weight": "e4m3 tensor", "weight_grad.input": "e4m3 tensor"},
     ),

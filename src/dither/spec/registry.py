@@ -25,7 +25,6 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
-import importlib.util
 import math
 import re
 import sys
@@ -33,6 +32,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from dither.errors import UserError
@@ -196,21 +196,33 @@ class RoundingRule:
 
 @dataclass(frozen=True)
 class Transform:
-    """An orthogonal transform of an operand along the axis that its product sums over, applied before the cast."""
+    """An orthogonal matrix that multiplies every few neighbours along the axis that a product sums over, before the cast.
+
+    >>> import torch
+    >>> Transform("flip", lambda size: torch.eye(size).flip(0)).name  # in text: e2m1 tile(16) flip(16)
+    'flip'
+    """
 
     kind: ClassVar[str] = "transform"
 
     name: str
     reference: Callable[..., Any] | None = None
+    """`reference(size)` returns the matrix, float32[size, size], for the sizes 16, 32, 64 and 128."""
     about: str = ""
-    arguments: int = 0
-    """The number of arguments in text: 1 for `hadamard(16)`."""
     kernel: bool = False
 
     def check(self) -> None:
-        """Raise a UserError unless there is a function."""
+        """Raise a UserError unless the matrices are orthogonal."""
         if self.reference is None:
-            raise UserError(f"The transform {self.name!r} needs a reference: a function in plain torch.")
+            raise UserError(f"The transform {self.name!r} needs a reference: a function of its size that returns a matrix.")
+        import torch
+
+        for size in (16, 128):
+            matrix = self.reference(size)
+            if not isinstance(matrix, torch.Tensor) or matrix.shape != (size, size) or matrix.dtype != torch.float32:
+                raise UserError(f"The transform {self.name!r} returns a float32 matrix [{size}, {size}], not {matrix!r:.200}.")
+            if not (matrix @ matrix.T - torch.eye(size)).abs().max() < 1e-5:
+                raise UserError(f"The matrix of the transform {self.name!r} is not orthogonal at size {size}.")
 
 
 FORMATS: Table[Any] = Table("format")
@@ -227,6 +239,12 @@ for _rule in (
     ScaleRule("fp32", about="largest magnitude / largest value, in float32", kernel=True),
     ScaleRule("pow2", about="OCP MX: a power of two, by the exponents of both", storage="pow2", kernel=True),
     ScaleRule("pow2_ceil", about="the smallest power of two that clips nothing", storage="pow2", kernel=True),
+    ScaleRule("pow2_round", about="the power of two nearest to that of fp32", storage="pow2", kernel=True),
+    ScaleRule("pow2_rtz", about="that of fp32, rounded down to a power of two", storage="pow2", kernel=True),
+    ScaleRule("mse", about="that of fp32 times 1 to 1/2, with the smallest squared error"),
+    ScaleRule("static", about="the number in brackets, one scale per tensor", arguments=1, kernel=True),
+    ScaleRule("four_over_six", about="nvfp4 for 6 or for 4, with the smaller squared error", storage="nvfp4", kernel=True),
+    ScaleRule("eden", about="MS-EDEN: nvfp4, corrected per n values and rounded stochastically", arguments=1, storage="nvfp4"),
     ScaleRule("nvfp4", about="E4M3 per group and float32 per tensor", storage="nvfp4", kernel=True),
     ScaleRule("delayed", about="float32, from the largest magnitudes of earlier steps", storage="delayed", kernel=True),
 ):
@@ -238,6 +256,9 @@ for _rounding in (
     RoundingRule("stochastic", about="either neighbour, unbiased", random=True, kernel=True),
 ):
     ROUNDINGS.add(_rounding)
+
+
+TRANSFORMS.add(Transform("hadamard", about="Hadamard matrix of Sylvester", kernel=True))
 
 
 # Registering ----------------------------------------------------------------------------------------------------------
@@ -272,13 +293,15 @@ def register(*definitions: Any) -> Any:
 @contextlib.contextmanager
 def registering(origin: str) -> Iterator[None]:
     """Register what comes from `origin` inside, and undo it if anything raises."""
-    before = [(table.here.copy(), table.origin.copy()) for table in TABLES.values()]
+    before, plugins = [(table.here.copy(), table.origin.copy()) for table in TABLES.values()], PLUGINS.copy()
     token = _ORIGIN.set(origin)
     try:
         yield
     except BaseException:
         for table, (here, origins) in zip(TABLES.values(), before, strict=True):
             table.here, table.origin = here, origins
+        PLUGINS.clear()
+        PLUGINS.update(plugins)
         for cache in _CACHES:
             cache.cache_clear()
         raise
@@ -302,7 +325,12 @@ WORDS = (("scale rule", "rounding", "transform"), ("format", "cast"))
 """Kinds whose names stand at the same place in the text of a cast, and so must differ."""
 
 
+GRANULARITIES = ("none", "tensor", "row", "block", "tile")
+
+
 def _check_words(kind: str, name: str) -> None:
+    if kind in WORDS[0] and name in GRANULARITIES:
+        raise UserError(f"The {kind} {name!r} has the name of a granularity: choose another name.")
     for kinds in WORDS:
         for other in kinds:
             if kind in kinds and other != kind and name in TABLES[other].here:
@@ -380,9 +408,9 @@ def load_plugin(path: str | Path) -> Plugin:
         return PLUGINS[plugin.sha256]
     before = [dict(table.here) for table in TABLES.values()]
     with registering(f"the plugin {plugin.name!r}"), _one_sentence(f"plugin {plugin.name!r}"):
-        if not (spec := importlib.util.spec_from_file_location(f"dither_plugin_{plugin.sha256[:16]}", path)) or not spec.loader:
-            raise UserError(f"{plugin.name!r} is not a Python file.")
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        module = ModuleType(f"dither_plugin_{plugin.sha256[:16]}")
+        module.__file__ = plugin.path
+        exec(compile(text, plugin.path, "exec"), module.__dict__)  # the text of this SHA-256, and no file of bytecode
         if before == [table.here for table in TABLES.values()]:
             raise UserError("it registers nothing: call dither.register in it.")
     return PLUGINS.setdefault(plugin.sha256, plugin)

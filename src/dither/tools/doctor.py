@@ -232,7 +232,7 @@ def unit_operand(cast: Cast, rows: int, length: int, kind: str, seed: int) -> Op
     if kind == "nan":
         scale = scale.clone()
         scale.view(-1)[-1] = torch.nan
-    tensor = torch.tensor(0.5) if cast.scaling.kind == "nvfp4" else None
+    tensor = torch.tensor(0.5) if cast.scaling.two_level else None
     return Operand(values, stored_scale(scale, cast.scaling), tensor, cast, length)
 
 

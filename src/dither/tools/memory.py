@@ -289,7 +289,7 @@ def code_bytes(cast: Cast, rows: int, columns: int) -> float:
     [1.03125, 1.03125, 0.53125]
     """
     kept: Format = TABLE.get(container(cast)) or Format.parse(container(cast))
-    scale = 4 if cast.scaling.rule.storage in ("fp32", "delayed") else 1
+    scale = 4 if cast.scaling.storage == "fp32" else 1
     size = cast.group.size
     share = {"tensor": rows * columns, "row": columns, "block": size * size, "tile": size}.get(cast.group.kind)
     return kept.bits / 8 + (scale / share if share else 0.0)

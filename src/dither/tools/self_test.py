@@ -283,7 +283,7 @@ def _cast(
     """Quantize and dequantize; run fake_quantize if `fake`, and quantize_both for long tiles and delayed scales."""
     # With one scale for the whole tensor a NaN would leave nothing to compare. Without a scale, or with one from earlier
     # steps, the codes must be able to represent it.
-    whole = cast.scaling.kind == "nvfp4" or (cast.group.kind == "tensor" and cast.scaling.kind != "delayed")
+    whole = cast.scaling.two_level or (cast.group.kind == "tensor" and cast.scaling.kind != "delayed")
     special = not whole and (cast.group.kind in ("row", "block", "tile") or cast.element.nan)
     x = sample(rows, columns, dtype, seed, special).to(device)
     draw = _draw(rows, columns, cast.round, (3, 8), device)

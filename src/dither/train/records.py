@@ -25,7 +25,7 @@ from dither.console import duration as duration
 from dither.errors import UserError
 from dither.nn import Linear
 from dither.ops.ranks import local
-from dither.spec.gpus import GPUS
+from dither.spec.gpus import bf16_peak
 from dither.train import config
 from dither.train.config import METRICS
 from dither.train.trackers import Trackers
@@ -44,7 +44,8 @@ class Records:
 
     def __init__(self, trainer: Trainer, metrics: "Metrics | None", progress: "Progress | None", began: float) -> None:
         self.trainer, self.metrics, self.progress, self.began = trainer, metrics, progress, began
-        self.peak = peak_flops(trainer.ranks.device)
+        device = trainer.ranks.device
+        self.peak = bf16_peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self.spent: dict[str, float] = {}
         """Seconds by part since the last line about them."""
         self.counted = began
@@ -256,14 +257,6 @@ Draw = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 DrawLayers = Callable[[Sequence[str], Mapping[str, Any]], Mapping[str, Any]]
 """The same with the names of the converted layers first, such as `dither.report.line_images`."""
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """Return the peak FLOP/s of dense BF16 products for the MFU, or None for a CPU or an unknown GPU."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    peaks = {gpu.name.partition("-")[0]: gpu.bf16 for gpu in GPUS.values() if gpu.bf16}
-    # The longest name first: an L40S is not an L4.
-    return next((peaks[part] for part in sorted(peaks, key=len, reverse=True) if part in name), None)
 
 
 def finite(line: Mapping[str, Any]) -> dict[str, Any]:

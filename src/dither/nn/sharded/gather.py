@@ -388,6 +388,8 @@ def gather_problem(gather: WeightGather) -> str:
         return "its samples are recomputed in backward" if sampling_of.recompute else ""
     if not (castings.along.cast and castings.across.cast):
         return "one of its products reads the weight uncast"
+    if any(casting.width or casting.first for casting in castings):
+        return "its weight is transformed before it is cast, or cast twice"
     tensor_parallel = isinstance(layer.weight, DTensor) and layer.weight.device_mesh.size() > 1
     if tensor_parallel and any(spans_parts(casting.cast) for casting in castings):
         return "its scales span the shards of tensor parallelism"

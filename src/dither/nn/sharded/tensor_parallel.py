@@ -136,11 +136,12 @@ def _sharded_operands(outputs: bool, part: int, size: int) -> tuple[str, ...]:
 def _split(text: str, operand: str, outputs: bool, part: int, size: int, spanning: bool) -> str:
     """Return what is wrong with shards of `part` features for a cast, or a family of them; "" if nothing is."""
     for cast in map(Cast.parse, text.split("|")):
-        grouped = cast.group.kind in ("tile", "block") and part % cast.group.size
+        unit = max(cast.group.size, cast.turn.size, 1)  # powers of two
+        grouped = part % unit
         if grouped or (spans(cast) and not spanning):
             shards = f"its {size} {'outputs' if outputs else 'inputs'} sharded in parts of {part}"
             begin = f"{shards}, and its {operand} is cast by {cast}"
             if grouped:
-                return f"{begin}: shards must be multiples of {cast.group.size}, so that none splits a scale group."
+                return f"{begin}: shards must be multiples of {unit}, so that none splits a scale group or a transform."
             return f"{begin}, whose scales span all shards: use tiles or blocks, as in fp8-block."
     return ""

@@ -18,7 +18,10 @@ from dither.spec.engines import engine_for
 
 @dataclass(frozen=True)
 class Operand:
-    """A matrix [P, L] of a product that sums over L: codes and scales along L, or plain numbers (`cast` is None)."""
+    """A matrix [P, L] of a product that sums over L: codes and scales along L, or plain numbers (`cast` is None).
+
+    Numbers of `quantize.quantize_values` have the cast "bf16", and for nvfp4 the scale of their tensor.
+    """
 
     values: Tensor
     scale: Tensor | None = None

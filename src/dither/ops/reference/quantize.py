@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dither.ops import storage
 from dither.ops.reference import packing, philox, rounding, scales
-from dither.spec import Cast
+from dither.spec import Cast, Rounding
 from dither.spec import groups as grouping
 from dither.spec.formats import Format
 from dither.spec.groups import GroupLayout
@@ -88,6 +88,26 @@ def quantize_apart(x: Tensor, along: Cast, across: Cast) -> tuple[Tensor, Tensor
     return values, scale, values_t, scale_t
 
 
+def quantize_values(
+    x: Tensor, cast: Cast, axes: tuple[int, ...], draw: Draw | None, given_amax: Tensor | None
+) -> tuple[list[Tensor], Tensor]:
+    """Return codes times the scales of their groups in BF16, cast along each of `axes`, and the scale of the tensor.
+
+    Each result is stored as [R, C], whichever axis was cast: BF16 units read both layouts. The scale of the tensor (empty but
+    for nvfp4) is left to the product. Example: nvfp4 of [6, 3, 0.1, 0] has the tensor scale 6 / 2688 and the values
+    [2688, 1344, 0, 0].
+    """
+    results, tensor = [], x.new_empty(0, dtype=torch.float32)
+    for axis in axes:
+        layout = grouping.layout_of(tuple(x.shape), cast, axis)
+        values, factors = _scaled_values(x, cast, layout, draw, given_amax)
+        assert factors is not None
+        tensor = tensor if factors.tensor is None else factors.tensor
+        numbers = restored(values, scales.spread(factors.restore, layout), None, torch.bfloat16)
+        results.append(layout.restore(numbers.contiguous()))
+    return results, tensor
+
+
 def fake_quantize(x: Tensor, cast: Cast, axis: int, draw: Draw | None, given_amax: Tensor | None) -> Tensor:
     """Return `dequantize(quantize(x))` in x's dtype and shape, without storing codes."""
     layout = grouping.values_layout(tuple(x.shape), cast, axis)
@@ -130,9 +150,13 @@ def _scaled_values(
     if draw is not None:
         random = layout.matrices(philox.random_bits(draw, *matrix_size(x), cast.round.width).reshape(x.shape))
     factors = factors_of(x_BRC, cast, layout, given_amax)
+    round = cast.round
+    if factors is not None and cast.scaling.kind == "eden":
+        assert random is not None
+        factors, round = scales.eden_factors(x_BRC, cast, layout, factors, random), Rounding("nearest")
     if factors is not None:
-        x_BRC = _product(x_BRC, scales.spread(factors.multiply, layout))
-    return rounding.round_values(x_BRC, cast.element, cast.round, True, random), factors
+        x_BRC = scales.product(x_BRC, scales.spread(factors.multiply, layout))
+    return rounding.round_values(x_BRC, cast.element, round, True, random), factors
 
 
 def factors_of(x_BRC: Tensor, cast: Cast, layout: GroupLayout, given_amax: Tensor | None) -> scales.Factors | None:
@@ -143,25 +167,21 @@ def factors_of(x_BRC: Tensor, cast: Cast, layout: GroupLayout, given_amax: Tenso
     if cast.group.kind == "none":
         return None
     tensor_amax = None
-    if cast.scaling.kind == "nvfp4":
+    if cast.scaling.kind == "static":
+        groups = x_BRC.new_zeros(1, 1, 1)
+    elif cast.scaling.two_level:
         tensor_amax = amax(x_BRC) if given_amax is None else given_amax
         groups = scales.group_amax(x_BRC, layout)
     elif given_amax is not None:
         groups = given_amax.reshape(1, 1, 1)
     else:
         groups = scales.group_amax(x_BRC, layout)
+    if cast.scaling.kind in scales.SEARCHED:
+        wider = scales.SEARCHED[cast.scaling.kind]
+        found = [scales.factors(groups, tensor_amax, cast.element, cast.scaling, cast.round, wider=each) for each in wider]
+        return scales.least_error(x_BRC, cast, layout, found)
     values = scales.group_values(x_BRC, layout).transpose(2, 3).flatten(3) if cast.scaling.rule.values else None
     return scales.factors(groups, tensor_amax, cast.element, cast.scaling, cast.round, values)
-
-
-def _product(x: Tensor, multiply: Tensor) -> Tensor:
-    """Return x * multiply; finite overflow saturates at the largest float32.
-
-    A NaN factor gives NaN with x's sign: devices disagree on the sign of such a product, so it is set here.
-    """
-    limit = torch.finfo(torch.float32).max
-    product = torch.where(x.isfinite(), (x * multiply).clamp(-limit, limit), x * multiply)
-    return torch.where(multiply.isnan(), torch.full_like(x, torch.nan).copysign(x), product)
 
 
 def restored(values: Tensor, restore: Tensor | None, tensor: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -19,6 +19,12 @@ SMALLEST = 2.0**-126
 SMALLEST_TENSOR_SCALE = 2.0**-117
 """Smallest scale of a tensor in nvfp4: it keeps 1 / (tensor scale * smallest block scale) a float32 number."""
 
+EDEN_CLIP = 17 / 16 * 0.93
+"""Factor of block scales in MS-EDEN, below which the largest values of a block are clipped (arXiv 2601.22813)."""
+
+LARGEST_BLOCK = {"nvfp4": E4M3.max, "four_over_six": 256.0, "eden": 256.0}
+"""The scale that a block has if its largest magnitude is that of the tensor. 256 leaves room for 384, which brings it to 4."""
+
 LARGEST_FACTOR = 2.0**126
 """Largest factor: format.max / amax would overflow for the smallest amax. The factor and its inverse are normal numbers."""
 
@@ -54,6 +60,16 @@ def group_amax(x_BRC: Tensor, layout: GroupLayout) -> Tensor:
     return group_values(x_BRC, layout).abs().amax(dim=(2, 4))
 
 
+def product(x: Tensor, multiply: Tensor) -> Tensor:
+    """Return x * multiply; finite overflow saturates at the largest float32.
+
+    A NaN factor gives NaN with x's sign: devices disagree on the sign of such a product, so it is set here.
+    """
+    limit = torch.finfo(torch.float32).max
+    result = torch.where(x.isfinite(), (x * multiply).clamp(-limit, limit), x * multiply)
+    return torch.where(multiply.isnan(), torch.full_like(x, torch.nan).copysign(x), result)
+
+
 def spread(groups: Tensor, layout: GroupLayout) -> Tensor:
     """Repeat one value per group, [B, P, Q] or [1, 1, 1], to one per element, in the order of x_BRC."""
     groups = groups.expand(layout.batch, -1, -1)
@@ -64,14 +80,28 @@ def spread(groups: Tensor, layout: GroupLayout) -> Tensor:
 
 
 def factors(
-    amax: Tensor, tensor_amax: Tensor | None, format: Format, scale: Scale, round: Rounding, values: Tensor | None = None
+    amax: Tensor,
+    tensor_amax: Tensor | None,
+    format: Format,
+    scale: Scale,
+    round: Rounding,
+    values: Tensor | None = None,
+    *,
+    wider: float = 1.0,
 ) -> Factors:
     """Return the factors of groups with largest magnitudes `amax` (float32, any shape).
 
         fp32, delayed    multiply = format.max / amax, restore = amax / format.max; `margin` scales both by 2^margin
+        static           multiply = 1 / s, restore = s
+        mse              those of fp32 for `wider` amax: see `least_error`
         pow2             restore = 2^(floor(log2 amax) - emax), as in OCP MX
-        pow2_ceil        restore = the smallest power of two that clips nothing
-        nvfp4            tensor = tensor_amax / (448 format.max), restore = E4M3(amax / format.max / tensor)
+        pow2_ceil        restore = amax / format.max, rounded up to a power of two: the smallest that clips nothing, which
+                         TetraJet calls truncation-free (arXiv 2502.20853)
+        pow2_round       the same, rounded to the nearest power of two, ties up
+        pow2_rtz         the same, rounded toward zero
+        nvfp4            tensor = tensor_amax / (448 format.max), restore = E4M3(`wider` * amax / format.max / tensor)
+        four_over_six    those of nvfp4 with 256 in place of 448, for 6 and 4: see `least_error`
+        eden             the same for 6 / EDEN_CLIP, before the correction by `eden_factors`
         other rules      restore = their reference of `amax`, or of `values`, the groups' values as [..., n]
 
     A group of zeros has scale 1. A group with NaN or Inf has scale NaN, so that it cannot pass for numbers. Example, e2m1 (emax
@@ -80,14 +110,19 @@ def factors(
     lost = ~torch.isfinite(amax) | torch.signbit(amax)
     nothing = (amax == 0) & ~lost
     tensor: Tensor | None = None
-    if scale.kind == "nvfp4":
+    if scale.two_level:
         assert tensor_amax is not None
-        tensor = _quotient(tensor_amax, E4M3.max * format.max).clamp(min=SMALLEST_TENSOR_SCALE)
+        largest = format.max / EDEN_CLIP if scale.kind == "eden" else format.max
+        tensor = _quotient(tensor_amax, LARGEST_BLOCK[scale.kind] * largest).clamp(min=SMALLEST_TENSOR_SCALE)
         gone = ~torch.isfinite(tensor_amax) | torch.signbit(tensor_amax)
         tensor = torch.where(gone, torch.nan, torch.where(tensor_amax == 0, 1.0, tensor))
-        restore = nvfp4_block_scale(_quotient(_quotient(amax, format.max), tensor), round)
+        nearest = Rounding("nearest") if scale.kind == "eden" else round
+        restore = nvfp4_block_scale(_quotient(_quotient(amax, largest), tensor) * wider, nearest)
         restore = torch.where(nothing, 1.0, torch.where(lost, torch.nan, restore))
         multiply = _quotient(_quotient(1.0, tensor), restore)
+    elif scale.kind == "static":
+        restore = torch.full_like(amax, scale.arguments[0])
+        multiply = _quotient(1.0, restore)
     elif scale.rule.reference is not None:
         known = torch.where(nothing | lost, 1.0, amax)
         if scale.rule.values:
@@ -103,18 +138,51 @@ def factors(
             restore = (restore.view(torch.int32) & 0x7F800000).view(torch.float32)
         restore = torch.where(nothing, 1.0, torch.where(lost, torch.nan, restore))
         multiply = _quotient(1.0, restore)
-    elif scale.kind in ("fp32", "delayed"):
+    elif scale.storage == "fp32":
+        amax = amax * wider
         multiply = _quotient(format.max, amax.clamp(min=SMALLEST))
         restore = torch.where(multiply >= LARGEST_FACTOR, 1.0 / LARGEST_FACTOR, _quotient(amax, format.max)) * 2.0**scale.margin
         restore = torch.where(nothing, 1.0, torch.where(lost, torch.nan, restore))
         multiply = multiply.clamp(max=LARGEST_FACTOR) * 2.0**-scale.margin
         multiply = torch.where(nothing, 1.0, torch.where(lost, torch.nan, multiply))
     else:
-        exponent = pow2_exponent(amax, format, ceil=scale.kind == "pow2_ceil")
+        exponent = pow2_exponent(amax, format, scale.kind)
         exponent = torch.where(nothing, 0, exponent)
         restore = torch.where(lost, torch.nan, power_of_two(exponent))
         multiply = torch.where(lost, torch.nan, power_of_two(-exponent))
     return Factors(multiply, restore, tensor)
+
+
+def eden_factors(x_BRC: Tensor, cast: Cast, layout: GroupLayout, found: Factors, random: Tensor) -> Factors:
+    """Return the factors with scales corrected as MS-EDEN does (arXiv 2601.22813).
+
+    Values are rounded to nearest. The scales of all tiles in a run of n values, y before and q after rounding, are multiplied
+    by <y, y> / <y, q>, and rounded stochastically to E4M3 by the random bits of the first element of each tile. Then
+    values * scale has the projection of y on itself, and after a random rotation no bias. Sums are added in halves, in a
+    fixed order.
+    """
+    n, tile = int(cast.scaling.arguments[0]), cast.group.size
+    y = product(x_BRC, spread(found.multiply, layout))
+    q = rounding.round_values(y, cast.element, Rounding("nearest"), True, None)
+    squares, projections = (_sums(part, layout, n) for part in (y * y, y * q))
+    correction = torch.where(projections == 0, 1.0, _quotient(squares, projections.where(projections != 0, 1.0)))
+    groups = found.restore.shape[2]
+    wanted = found.restore * correction.repeat_interleave(n // tile, 2)[:, :, :groups]
+    lines = random.transpose(1, 2) if layout.along_rows else random
+    drawn = lines[:, :, ::tile].contiguous()
+    scale = rounding.round_values(wanted, E4M3, cast.round, True, drawn).clamp(min=E4M3.min_subnormal)
+    return Factors(found.multiply, torch.where(wanted.isnan(), torch.nan, scale), found.tensor)
+
+
+def _sums(x_BRC: Tensor, layout: GroupLayout, n: int) -> Tensor:
+    """Return the sums of runs of n values along lines, [B, lines, runs]: halves are added until one number remains."""
+    lines = x_BRC.transpose(1, 2) if layout.along_rows else x_BRC
+    padded = torch.nn.functional.pad(lines, (0, -lines.shape[2] % n))
+    runs = padded.reshape(*padded.shape[:2], padded.shape[2] // n, n)
+    while runs.shape[3] > 1:
+        half = runs.shape[3] // 2
+        runs = runs[..., :half] + runs[..., half:]
+    return runs[..., 0]
 
 
 def tensor_factors(amax: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
@@ -123,18 +191,53 @@ def tensor_factors(amax: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
     return found.multiply, found.restore
 
 
-def pow2_exponent(amax: Tensor, format: Format, ceil: bool) -> Tensor:
-    """Return the int32 exponent of the power-of-two scale: floor(log2 amax) - emax (OCP MX), or one that clips nothing.
+def pow2_exponent(amax: Tensor, format: Format, kind: str) -> Tensor:
+    """Return the int32 exponent of a power-of-two scale, from the bits of amax: see `factors`.
 
-    It is read from the exponent bits: a floating-point log2 is wrong just below most powers of two. Zero and subnormal amax
-    have the lowest exponent, -127, as they should.
+    A floating-point log2 is wrong just below most powers of two. Zero and subnormal amax have the lowest exponent, -127, as
+    they should. With amax = A 2^e and format.max = M 2^emax, A and M from 1 to 2, amax / format.max is A / M * 2^(e - emax).
     """
     bits = amax.view(torch.int32)
     exponent = (bits >> 23) - 127 - format.max_exponent
-    if ceil:
-        largest = torch.tensor(format.max, dtype=torch.float32).view(torch.int32).item()
-        exponent = exponent + ((bits & 0x7FFFFF) > (int(largest) & 0x7FFFFF)).int()
+    largest = int(torch.tensor(format.max, dtype=torch.float32).view(torch.int32).item())
+    a, m = bits & 0x7FFFFF | 0x800000, largest & 0x7FFFFF | 0x800000
+    if kind == "pow2_ceil":
+        exponent = exponent + (a > m).int()
+    elif kind == "pow2_round":
+        exponent = exponent + (2 * a >= 3 * m).int() - (4 * a < 3 * m).int()
+    elif kind == "pow2_rtz":
+        exponent = exponent - (a < m).int()
     return exponent.clamp(-127, 127)
+
+
+SEARCHED = {"four_over_six": (1.0, 1.5), "mse": tuple(1.0 - i / 16 for i in range(9))}
+"""Scales that `least_error` compares, as multiples of the one that brings amax to the format's largest value.
+
+1.5 brings it to 4 in E2M1: Four over six, arXiv 2512.02010."""
+
+
+def least_error(x_BRC: Tensor, cast: Cast, layout: GroupLayout, candidates: list[Factors]) -> Factors:
+    """Return the factors of each group that leave the smallest squared error when x is rounded to nearest; ties: the first.
+
+    Differences between values and codes are rounded to multiples of 2^-10, at most 2, so that sums of their squares are
+    integers, the same in any order. The error is that sum times the square of the scale, relative to the others.
+    """
+    best, least = candidates[0], None
+    for found, wider in zip(candidates, SEARCHED[cast.scaling.kind], strict=True):
+        y = product(x_BRC, spread(found.multiply, layout))
+        difference = (y - rounding.round_values(y, cast.element, cast.round, True, None)).abs()
+        units = (difference * 1024.0 + 0.5).clamp(max=2048.0).nan_to_num(0.0).int()
+        weight = found.restore if found.tensor is not None else torch.full_like(found.restore, wider)
+        error = group_values((units * units).long(), layout).sum(dim=(2, 4)).float() * (weight * weight)
+        if least is None:
+            least = error
+            continue
+        better = error < least
+        least = torch.where(better, error, least)
+        best = Factors(
+            torch.where(better, found.multiply, best.multiply), torch.where(better, found.restore, best.restore), best.tensor
+        )
+    return best
 
 
 def nvfp4_block_scale(wanted: Tensor, round: Rounding) -> Tensor:
@@ -154,11 +257,11 @@ def nvfp4_block_scale(wanted: Tensor, round: Rounding) -> Tensor:
 
 def stored_scale(restore: Tensor, scale: Scale) -> Tensor:
     """Return `restore` in its storage: E8M0, E4M3 or float32. Each holds its value exactly, NaN included."""
-    if scale.rule.storage == "pow2":
+    if scale.storage == "e8m0":
         bits = restore.view(torch.int32)
         # 2^-127 is subnormal: exponent field 0, which is its E8M0 code. NaN is 255 in both.
         return (bits >> 23 & 0xFF).to(torch.uint8).view(torch.float8_e8m0fnu)
-    if scale.rule.storage == "nvfp4":
+    if scale.storage == "e4m3":
         return rounding.encode(restore, E4M3).to(torch.uint8).view(torch.float8_e4m3fn)
     return restore
 

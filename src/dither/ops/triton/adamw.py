@@ -296,7 +296,7 @@ def _kinds(piece: Piece, grad: Tensor, update: Update, aligned: bool, fast: bool
 def _state_scaling(update: Update) -> Scaling:
     """Return the constants by which a block's largest magnitude becomes its scale; without blocks they are not used."""
     if update.format is None:
-        return Scaling("fp32", 1.0, 0, 0, 1.0, 1.0, 1.0)
+        return Scaling("fp32", "fp32", 1.0, 0, 0, 0.0, 1.0, 1.0, 1.0, 0.0)
     return scaling_fields(Cast(update.states, "tensor", "fp32")) if update.in_blocks else _state_scaling(Update(states="int8"))
 
 

@@ -176,6 +176,8 @@ def _sixteen_bit_numbers(x: Operand, units: str) -> tuple[Tensor, Tensor | None,
     if x.cast is None:
         return x.values, None, None
     plain, dtype = Cast(x.cast.format), UNITS[units]
+    if x.values.dtype == dtype:  # codes times the scales of their groups
+        return x.values, None, x.tensor_scale
     if scales_inside(x.cast, units):
         return _numbers(x, plain, dtype), _float_scale(x), None
     if x.cast.group.kind in ("tensor", "row"):
@@ -185,6 +187,8 @@ def _sixteen_bit_numbers(x: Operand, units: str) -> tuple[Tensor, Tensor | None,
 
 def _numbers(x: Operand, cast: Cast, dtype: torch.dtype) -> Tensor:
     """Return the operand dequantized by `cast`, [P, L]; missing scales are 1."""
+    if x.values.dtype == torch.bfloat16:  # codes times the scales of their groups
+        return x.values.to(dtype) if x.tensor_scale is None else x.values.to(dtype) * x.tensor_scale
     one = x.values.new_ones((), dtype=torch.float32)
     scale, tensor = (one if stored is None else stored for stored in (x.scale, x.tensor_scale))
     return quantize.dequantize(x.values, scale, tensor, cast, x.shape, 1, dtype)

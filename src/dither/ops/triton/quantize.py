@@ -31,8 +31,19 @@ from dither.ops.triton.scales import (
     line_amax_bits,
     scaling_fields,
     store_factors,
+    tensor_factor,
 )
-from dither.ops.triton.tiles import cast_program, largest, load_tile, restored, spread, store_scales, tile_codes
+from dither.ops.triton.tiles import (
+    cast_program,
+    largest,
+    load_tile,
+    restored,
+    saturated,
+    spread,
+    store_scales,
+    tile_codes,
+    tile_values,
+)
 from dither.spec import Cast, groups
 from dither.spec import groups as grouping
 from dither.spec.formats import Format
@@ -61,20 +72,29 @@ def _dequantize_kernel(
     F: tl.constexpr,
     S: tl.constexpr,
     E: tl.constexpr,
+    OUTER: tl.constexpr,
     NATIVE: tl.constexpr,
+    EVEN: tl.constexpr,
     P: tl.constexpr,
     Q: tl.constexpr,
+    GQ: tl.constexpr,
 ):
-    """Store value(code) * scale of its group (* scale of the tensor); groups are `gp` lines by `gq` elements."""
+    """Store value(code) * scale of its group (* scale of the tensor, if OUTER); groups are `gp` lines by `gq` elements.
+
+    GQ is the smaller of `gq` and Q: each line of a tile has Q / GQ scales.
+    """
     batch, first_line, first = program_tile(tl.program_id(0), lines, length, P, Q)
     line = first_line + tl.arange(0, P)
     at = first + tl.arange(0, Q)
-    inside = (line < lines)[:, None] & (at < length)[None, :]
+    in_line, inside = (line < lines)[:, None], (line < lines)[:, None] & (at < length)[None, :]
     start = code_ptr + batch * code_batch + line[:, None] * code_line
     if F.BITS == 4:
-        code = (
-            tl.load(start + at[None, :] // 2, mask=inside, other=0).to(tl.int32) >> (at % 2 * 4).to(tl.int32)[None, :]
-        ) & 0xF
+        octet = first // 2 + tl.arange(0, Q // 2)
+        if EVEN:
+            pair = tl.load(start + octet[None, :]).to(tl.int32)
+        else:
+            pair = tl.load(start + octet[None, :], mask=in_line & (octet * 2 < length)[None, :], other=0).to(tl.int32)
+        code = tl.reshape(tl.join(pair & 0xF, pair >> 4), [P, Q])
     elif F.BITS == 6:
         # Six bits from bit 6 * (at % 4) of three bytes; they span at most two of these.
         bit = at % 4 * 6
@@ -83,25 +103,39 @@ def _dequantize_kernel(
         high = tl.load(octet + 1, mask=inside & (bit % 8 > 2)[None, :], other=0).to(tl.int32)
         code = ((low | (high << 8)) >> (bit % 8).to(tl.int32)[None, :]) & 0x3F
     else:
-        code = tl.load(start + at[None, :], mask=inside, other=0).to(tl.int32)
+        if EVEN:
+            code = tl.load(start + at[None, :]).to(tl.int32)
+        else:
+            code = tl.load(start + at[None, :], mask=inside, other=0).to(tl.int32)
         if F.BITS < 32:
             code = code & ((1 << F.BITS) - 1)
     value = decode(code, F)
     restore = value
     tensor = 1.0
     if S.KIND != "none":
-        group = scale_ptr + batch * scale_batch + (line // gp)[:, None] * scale_line + (at // gq)[None, :] * scale_group
-        stored = tl.load(group, mask=inside, other=0)
-        if S.KIND == "pow2" or S.KIND == "pow2_ceil":
+        group = first + tl.arange(0, Q // GQ) * GQ
+        place = scale_ptr + batch * scale_batch + (line // gp)[:, None] * scale_line + (group // gq)[None, :] * scale_group
+        stored = tl.load(place, mask=in_line & (group < length)[None, :], other=0)
+        if S.STORED == "e8m0":
             exponent = stored.to(tl.int32)
             restore = as_float(tl.where(exponent == 0, 1 << 22, tl.where(exponent == 255, 0x7FC00000, exponent << 23)))
-        elif S.KIND == "nvfp4":
+        elif S.STORED == "e4m3":
             restore = decode(stored.to(tl.int32), E)
-            tensor = tl.load(tensor_ptr)
+            if OUTER:
+                tensor = tl.load(tensor_ptr)
         else:
             restore = stored
-    result = restored(value, restore, tensor, out_ptr.dtype.element_ty, S.KIND != "none", S.KIND == "nvfp4", NATIVE)
-    tl.store(out_ptr + batch * out_batch + line[:, None] * out_line + at[None, :] * out_element, result, mask=inside)
+        restore = spread(restore, P, Q, 1, GQ)
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    if NATIVE and S.KIND != "none" and not F.HAS_INF:
+        result = saturated(value * restore * tensor, DTYPE)
+    else:
+        result = restored(value, restore, tensor, DTYPE, S.KIND != "none", OUTER, NATIVE)
+    out = out_ptr + batch * out_batch + line[:, None] * out_line + at[None, :] * out_element
+    if EVEN:
+        tl.store(out, result)
+    else:
+        tl.store(out, result, mask=inside)
 
 
 def dequantize(
@@ -113,7 +147,7 @@ def dequantize(
     axis: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the numbers that codes and scales stand for, in `shape` and `dtype`."""
+    """Return the numbers that codes and scales stand for, in `shape` and `dtype`; without a scale of the tensor it is 1."""
     layout = grouping.known_layout(shape, cast, axis)
     out = torch.empty((layout.batch, layout.rows, layout.columns), dtype=dtype, device=values.device)
     codes = layout.collect(values.view(storage.integer_dtype(cast.element)))
@@ -121,31 +155,55 @@ def dequantize(
     if cast.group.kind != "none":
         whole = cast.group.kind == "tensor"
         groups = scale.reshape(1, 1, 1).expand(layout.batch, 1, 1) if whole else layout.collect(scale)
-    lines, length = layout.lines
-    P, Q = 16, 128
     if out.numel():
-        stride = out.stride()
-        _dequantize_kernel[tiles(layout.batch, lines, length, P, Q)](
-            codes,
-            groups if groups.dtype == torch.float32 else groups.view(torch.uint8),
-            tensor_scale,
-            out,
+        strides = codes.stride()[:2], groups.stride() if groups.dim() == 3 else (0, 0, 0)
+        outer = bool(tensor_scale.numel()) and cast.scaling.two_level
+        launch = _dequantize_launch(layout, strides, out.stride(), dtype, groups.dtype, out.device, cast, outer)
+        launch(codes, groups, tensor_scale, out)
+    return layout.restore(out)
+
+
+@functools.lru_cache(maxsize=4096)
+def _dequantize_launch(
+    layout: GroupLayout,
+    strides: tuple[tuple[int, ...], tuple[int, ...]],
+    out: tuple[int, ...],
+    dtype: torch.dtype,
+    scales: torch.dtype,
+    device: torch.device,
+    cast: Cast,
+    outer: bool,
+) -> BoundKernel:
+    """Return the kernel for codes and scales with these strides. `dtype`, that of the numbers, is part of the cache key."""
+    (lines, length), (P, Q) = layout.lines, (32, 128)
+    gp, gq = layout.group[0] or lines, layout.group[1] or length
+    return BoundKernel(
+        _dequantize_kernel,
+        tiles(layout.batch, lines, length, P, Q)[0],
+        (
             lines,
             length,
-            *codes.stride()[:2],
-            *(groups.stride() if groups.dim() == 3 else (0, 0, 0)),
-            stride[0],
-            *((stride[2], stride[1]) if layout.along_rows else (stride[1], stride[2])),
-            layout.group[0] or lines,
-            layout.group[1] or length,
-            F=fields(cast.element),
-            S=scaling_fields(cast),
-            E=E4M3,
-            NATIVE=native(out.device),
-            P=P,
-            Q=Q,
-        )
-    return layout.restore(out)
+            *strides[0],
+            *strides[1],
+            out[0],
+            *((out[2], out[1]) if layout.along_rows else (out[1], out[2])),
+            gp,
+            gq,
+        ),
+        {
+            "F": fields(cast.element),
+            "S": scaling_fields(cast),
+            "E": E4M3,
+            "OUTER": outer,
+            "NATIVE": native(device),
+            "EVEN": lines % P == length % Q == 0,
+            "P": P,
+            "Q": Q,
+            "GQ": min(layout.group[1] or Q, Q),
+        },
+        bits=() if scales == torch.float32 else (1,),
+        num_warps=4,
+    )
 
 
 REGISTERS = 80
@@ -340,6 +398,132 @@ def _quantize_once_kernel(
     store_packed(out_t_ptr, tl.trans(code), column, first_row, columns, out_t_line, C.BITS, WORDS_T, COLUMNS, ROWS)
 
 
+@triton.jit(do_not_specialize=["key", "row0", "column0"])
+def _values_kernel(
+    x_ptr,
+    along_ptr,
+    across_ptr,
+    tensor_ptr,
+    amax_ptr,
+    step_ptr,
+    key,
+    row0,
+    column0,
+    rows,
+    columns,
+    stride_r,
+    stride_c,
+    F: tl.constexpr,
+    C: tl.constexpr,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    SCALE: tl.constexpr,
+    W: tl.constexpr,
+    G: tl.constexpr,
+    SQUARE: tl.constexpr,
+    RUN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    A: tl.constexpr,
+    EVEN: tl.constexpr,
+    ALONG: tl.constexpr,
+    ACROSS: tl.constexpr,
+):
+    """Store codes times the scales of their groups, cast along the columns (ALONG), along the rows (ACROSS), or both.
+
+    All is [rows, columns] in memory. A thread holds a few columns of A neighbouring rows, and a warp whole groups of either
+    direction, so that no element changes threads. SQUARE groups are G x G, others 1 x G or G x 1.
+    """
+    _, first_row, first_column = program_tile(tl.program_id(0), rows, columns, ROWS, COLUMNS)
+    x, random = load_tile(
+        x_ptr + first_row * stride_r + first_column * stride_c, step_ptr, key, row0 + first_row, column0 + first_column,
+        rows - first_row, columns - first_column, 1, stride_r, stride_c, H, RUN, True, ROWS, COLUMNS, A, EVEN, True,
+    )  # fmt: skip
+    x = tl.reshape(tl.permute(tl.reshape(x, [A, ROWS // A, COLUMNS]), (1, 0, 2)), [ROWS, COLUMNS])
+    random = tl.reshape(tl.permute(tl.reshape(random, [A, ROWS // A, COLUMNS]), (1, 0, 2)), [ROWS, COLUMNS])
+    tensor = 1.0
+    if S.STORED == "e4m3":
+        tensor = tensor_factor(tl.load(amax_ptr), S)
+        if tl.program_id(0) == 0:
+            tl.store(tensor_ptr, tensor)
+    row, column = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
+    at = row[:, None] * columns + column[None, :]
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    DTYPE: tl.constexpr = along_ptr.dtype.element_ty
+    if ALONG:
+        GP: tl.constexpr = G if SQUARE else 1
+        value = tile_values(x, random, tensor, DTYPE, F, S, H, SCALE, W, ROWS, COLUMNS, GP, G)
+        if EVEN:
+            tl.store(along_ptr + at, value)
+        else:
+            tl.store(along_ptr + at, value, mask=inside)
+    if ACROSS:
+        GQ: tl.constexpr = G if SQUARE else 1
+        value = tile_values(x, random, tensor, DTYPE, F, S, H, SCALE, W, ROWS, COLUMNS, G, GQ)
+        if EVEN:
+            tl.store(across_ptr + at, value)
+        else:
+            tl.store(across_ptr + at, value, mask=inside)
+
+
+def quantize_values(
+    x: Tensor, cast: Cast, axes: tuple[int, ...], draw: Draw | None, given_amax: Tensor | None
+) -> tuple[list[Tensor], Tensor]:
+    """Return codes times the scales of their groups in BF16, cast along each of `axes`, and the scale of the tensor."""
+    results = [torch.empty(x.shape, dtype=torch.bfloat16, device=x.device) for _ in axes]
+    two_level = cast.scaling.two_level
+    tensor = torch.empty(() if two_level else (0,), dtype=torch.float32, device=x.device)
+    amax = tensor
+    if two_level:
+        amax = amax_bits(x) if given_amax is None else given_amax
+    if not x.numel():
+        if two_level:
+            store_factors(amax.view(torch.int32), tensor, cast)
+        return results, tensor
+    along, across = (results[axes.index(axis)] if axis in axes else results[0] for axis in (1, 0))
+    wanted = (1 in axes, 0 in axes)
+    launch = _values_launch(tuple(x.shape), x.stride(), x.dtype, x.device, cast, _drawn(cast, draw), wanted)
+    launch(x, along, across, tensor, amax, *draw_arguments(draw))
+    return results, tensor
+
+
+@functools.lru_cache(maxsize=4096)
+def _values_launch(
+    shape: tuple[int, int],
+    stride: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    cast: Cast,
+    drawn: tuple[bool, bool, bool],
+    wanted: tuple[bool, bool],
+) -> BoundKernel:
+    """Return the kernel for matrices of this shape; `wanted` are the layouts to store, along the columns and along the rows."""
+    constants = _known_constants(cast, cast.element, *drawn, dtype.itemsize, device)
+    size, run, warps = cast.group.size, constants["RUN"], 4
+    # A warp holds 32 runs of columns in A rows each, and so as many rows as a group.
+    columns = 64 if size <= 16 else 32
+    A = max(1, size * columns // (32 * run))
+    rows = 32 * run * A * warps // columns
+    return BoundKernel(
+        _values_kernel,
+        tiles(1, *shape, rows, columns)[0],
+        (*shape, *stride),
+        {
+            **constants,
+            "G": size,
+            "SQUARE": cast.group.kind == "block",
+            "ROWS": rows,
+            "COLUMNS": columns,
+            "A": A,
+            "EVEN": shape[0] % rows == shape[1] % columns == 0,
+            "ALONG": wanted[0],
+            "ACROSS": wanted[1],
+        },
+        bits=(4,),
+        num_warps=warps,
+    )
+
+
 def amax(x: Tensor) -> Tensor:
     """Return the largest magnitude of a tensor, 0-d float32."""
     return amax_bits(x).view(torch.float32)
@@ -408,7 +592,7 @@ def quantize_both(
         return outputs
     amax = measured
     if cast.group.kind == "tensor":
-        amax = amax_bits(x) if given_amax is None else given_amax
+        amax = _tensor_amax(x, cast) if given_amax is None else given_amax
     if launch is not None:
         launch(x, *along, *across, amax, measured, *draw_arguments(draw))
     elif cast.group.kind == "tensor":
@@ -494,17 +678,17 @@ def _launch(
     """Write codes (or, if `fake`, values) to `out` and scales to `scale`. Return nvfp4's tensor scale, or an empty one."""
     kind = cast.group.kind
     x_BRC = layout.matrices(x)
-    tensor = x.new_empty(() if cast.scaling.kind == "nvfp4" else (0,), dtype=torch.float32)
+    tensor = x.new_empty(() if cast.scaling.two_level else (0,), dtype=torch.float32)
     tensor_amax = line_amax = tensor
     measure = kind in ("tile", "block") or (kind == "row" and not layout.along_rows and 0 < layout.columns <= LONGEST_ROW)
-    if cast.scaling.kind == "nvfp4":
+    if cast.scaling.two_level:
         tensor_amax = amax_bits(x) if given_amax is None else given_amax.view(torch.int32)
         store_factors(tensor_amax, tensor, cast)
     elif kind != "none" and not measure:
         if given_amax is not None:
             line_amax = given_amax.view(torch.int32)
         else:
-            line_amax = amax_bits(x) if kind == "tensor" else line_amax_bits(x_BRC, layout.along_rows)
+            line_amax = _tensor_amax(x, cast) if kind == "tensor" else line_amax_bits(x_BRC, layout.along_rows)
         if not fake:
             store_factors(line_amax, _bits(scale), cast)
     if not x.numel():
@@ -572,6 +756,11 @@ def _one_launch(
         num_warps=warps,
         maxnreg=REGISTERS if not drawn[0] and warps == 4 else None,
     )
+
+
+def _tensor_amax(x: Tensor, cast: Cast) -> Tensor:
+    """Return the bits of the largest magnitude of x, 0-d int32; a static scale asks for none."""
+    return torch.zeros((), dtype=torch.int32, device=x.device) if cast.scaling.kind == "static" else amax_bits(x)
 
 
 def _drawn(cast: Cast, draw: Draw | None) -> tuple[bool, bool, bool]:

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dither.ops.reference.scales import LARGEST_BLOCK
 from dither.ops.triton import BoundKernel, multiprocessors, native
 from dither.ops.triton.philox import program_tile, tiles
 from dither.ops.triton.rounding import RoundingConstants, as_bits, as_float, encode, fields, float_bits, round_bits, widen
@@ -28,19 +29,25 @@ class Scaling(NamedTuple):
     """A kind of scale for a format, as one compile-time constant."""
 
     KIND: str
-    """"none", "fp32", "delayed", "pow2", "pow2_ceil" or "nvfp4"."""
+    """That of `dither.spec.Scale`, such as "fp32"."""
+    STORED: str
+    """Format of stored scales: "" (none), "fp32", "e8m0" or "e4m3"."""
     MAX: float
     """The format's largest value."""
     MAX_EXPONENT: int
     """Its exponent: floor(log2 MAX)."""
     MAX_MANTISSA: int
     """Its 23 mantissa bits as float32."""
+    MAX_TENSOR: float
+    """MAX times the largest block scale, for scales of two levels."""
     INVERSE: float
     """1 / MAX as float32."""
     MARGIN: float
     """2^-margin, for delayed scaling."""
     UNDO: float
     """2^margin."""
+    VALUE: float
+    """The scale of a static one."""
 
 
 @functools.cache
@@ -49,7 +56,18 @@ def scaling_fields(cast: Cast) -> Scaling:
     element, scale = cast.element, cast.scaling
     mantissa = float_bits(element.max) & 0x7FFFFF
     inverse = struct.unpack("<f", struct.pack("<f", 1.0 / element.max))[0]
-    return Scaling(scale.kind, element.max, element.max_exponent, mantissa, inverse, 2.0**-scale.margin, 2.0**scale.margin)
+    return Scaling(
+        scale.kind,
+        scale.storage,
+        element.max,
+        element.max_exponent,
+        mantissa,
+        LARGEST_BLOCK.get(scale.kind, 0.0) * element.max,
+        inverse,
+        2.0**-scale.margin,
+        2.0**scale.margin,
+        *(scale.arguments or (0.0,)),
+    )
 
 
 E4M3 = fields(TABLE["e4m3"])
@@ -105,20 +123,30 @@ def over_max(a, S: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def tensor_factor(amax, S: tl.constexpr):
-    """Return nvfp4's scale of a tensor, amax / (448 * S.MAX), at least 2^-117, from the bits of its largest magnitude."""
-    scale = tl.div_rn(as_float(amax), 448.0 * S.MAX)
+    """Return nvfp4's scale of a tensor, amax / S.MAX_TENSOR, at least 2^-117, from the bits of its largest magnitude."""
+    scale = tl.div_rn(as_float(amax), S.MAX_TENSOR)
     scale = as_float(tl.maximum(as_bits(scale), 10 << 23))  # 2^-117
     return tl.where(amax == 0, 1.0, tl.where(is_lost(amax), float("nan"), scale))
 
 
 @triton.jit
-def group_factors(amax, tensor, S: tl.constexpr, E: tl.constexpr, W: tl.constexpr, MEASURE: tl.constexpr, NATIVE: tl.constexpr):
+def group_factors(
+    amax,
+    tensor,
+    S: tl.constexpr,
+    E: tl.constexpr,
+    W: tl.constexpr,
+    MEASURE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    WIDER: tl.constexpr = 1.0,
+):
     """Return (multiply, restore, stored) for groups whose largest magnitudes have the int32 bits `amax`.
 
         fp32, delayed    multiply = S.MAX / amax (at most 2^126), restore = amax / S.MAX; delayed also applies the margin
+        static           multiply = 1 / S.VALUE, restore = S.VALUE
         pow2             restore = 2^(floor(log2 amax) - S.MAX_EXPONENT), multiply = 1 / restore
-        pow2_ceil        the same, one exponent higher if amax would be clipped
-        nvfp4            restore = E4M3(amax / S.MAX / tensor), multiply = 1 / tensor / restore
+        pow2_*           restore = amax / S.MAX, rounded up, to nearest or toward zero to a power of two
+        nvfp4            restore = E4M3(WIDER * amax / S.MAX / tensor), multiply = 1 / tensor / restore
 
     `stored` is written to memory: float32 for fp32 and delayed, else the int32 code of the E8M0 or E4M3 scale. A group of zeros
     has scale 1; one with NaN or Inf has scale NaN. MEASURE says that `amax` was measured on the group itself, so that for zeros
@@ -147,8 +175,11 @@ def group_factors(amax, tensor, S: tl.constexpr, E: tl.constexpr, W: tl.constexp
             multiply = tl.where(nothing, 1.0, tl.where(lost, float("nan"), multiply))
             restore = tl.where(nothing, 1.0, tl.where(lost, float("nan"), restore))
         return multiply, restore, restore
-    elif S.KIND == "nvfp4":
-        wanted = tl.div_rn(tl.div_rn(as_float(amax), S.MAX), tensor)
+    elif S.KIND == "static":
+        restore = as_float(amax) * 0.0 + S.VALUE
+        return tl.div_rn(1.0, restore), restore, restore
+    elif S.STORED == "e4m3":
+        wanted = tl.div_rn(tl.div_rn(as_float(amax), S.MAX), tensor) * WIDER
         lost = lost | is_lost(as_bits(tensor))
         bits = tl.minimum(as_bits(wanted), 0x43E00000)  # 448
         wanted = as_float(bits)
@@ -165,6 +196,13 @@ def group_factors(amax, tensor, S: tl.constexpr, E: tl.constexpr, W: tl.constexp
         exponent = (amax >> 23) - 127 - S.MAX_EXPONENT
         if S.KIND == "pow2_ceil":
             exponent += ((amax & 0x7FFFFF) > S.MAX_MANTISSA).to(tl.int32)
+        elif S.KIND != "pow2":
+            a = (amax & 0x7FFFFF) | 0x800000
+            M: tl.constexpr = S.MAX_MANTISSA | 0x800000
+            if S.KIND == "pow2_round":
+                exponent += (2 * a >= 3 * M).to(tl.int32) - (4 * a < 3 * M).to(tl.int32)
+            else:
+                exponent -= (a < M).to(tl.int32)
         exponent = tl.where(nothing, 0, tl.minimum(tl.maximum(exponent, -127), 127))
         multiply = tl.where(lost, float("nan"), pow2(-exponent))
         restore = tl.where(lost, float("nan"), pow2(exponent))
@@ -323,7 +361,7 @@ def _factors_kernel(
     """Store the scale (or, MULTIPLY, the factor) of each of n magnitudes; for nvfp4 the scale of the tensor."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     amax = tl.load(amax_ptr + at, mask=at < n, other=0)
-    if S.KIND == "nvfp4":
+    if S.STORED == "e4m3":
         stored = tensor_factor(amax, S)
     else:
         multiply, _, stored = group_factors(amax, 1.0, S, E, W, False, NATIVE)

@@ -111,16 +111,46 @@ def restored(value, restore, tensor, DTYPE: tl.constexpr, SCALED: tl.constexpr, 
 
 
 @triton.jit
+def saturated(product, DTYPE: tl.constexpr):
+    """Return products of finite values or NaN as DTYPE, as `restored` does, by the GPU's own minimum and maximum."""
+    LIMIT: tl.constexpr = 65504.0 if DTYPE == tl.float16 else 2.0**127 * (2.0 - 2.0 ** (-7 if DTYPE == tl.bfloat16 else -23))
+    below = tl.minimum(product, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return tl.maximum(below, -LIMIT, propagate_nan=tl.PropagateNan.ALL).to(DTYPE)
+
+
+@triton.jit
 def scaled_bits(x, multiply, S: tl.constexpr, MEASURE: tl.constexpr):
     """Return the bits of |x * multiply|. With MEASURE, `multiply` comes from the groups of x, and nothing overflows."""
     magnitude = tl.abs(x)
     if S.KIND == "none":
         return as_bits(magnitude)
     y = as_bits(magnitude * multiply)
-    if not MEASURE or S.KIND == "nvfp4":
+    if not MEASURE or S.STORED == "e4m3":
         # `amax` was passed in: a finite product may overflow, and then saturates.
         y = tl.where((y == 0x7F800000) & (as_bits(magnitude) < 0x7F800000), 0x7F7FFFFF, y)
     return y
+
+
+@triton.jit
+def squared_error(
+    x,
+    multiply,
+    restore,
+    F: tl.constexpr,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    Q: tl.constexpr,
+    GP: tl.constexpr,
+    GQ: tl.constexpr,
+):
+    """Return the squared error of each group, as `reference.scales.least_error` does: integers, so that any order will do."""
+    y = scaled_bits(x, spread(multiply, P, Q, GP, GQ), S, True)
+    difference = tl.abs(as_float(y) - as_float(round_bits(y, y, y, F, H, True)))
+    units = tl.where(difference < 2.0, difference * 1024.0 + 0.5, 2048.0)
+    units = tl.where(difference == difference, units, 0.0).to(tl.int32)
+    squares = tl.reshape(units * units, [P // GP, GP, Q // GQ, GQ])
+    return tl.sum(tl.sum(squares, axis=3), axis=1).to(tl.float32) * (restore * restore)
 
 
 @triton.jit
@@ -275,6 +305,13 @@ def cast_tile(
                 n: tl.constexpr = (P // GP) * (Q // GQ)
                 amax = tl.reshape(tl.gather(tl.reshape(amax, [n]), tl.arange(0, n), 0), [P // GP, Q // GQ])
         multiply, restore, stored = group_factors(amax, tensor, S, E, W, MEASURE, H.NATIVE)
+        if S.KIND == "four_over_six":
+            multiply_4, restore_4, stored_4 = group_factors(amax, tensor, S, E, W, MEASURE, H.NATIVE, 1.5)
+            six = squared_error(x, multiply, restore, F, S, H, P, Q, GP, GQ)
+            four = squared_error(x, multiply_4, restore_4, F, S, H, P, Q, GP, GQ)
+            multiply = tl.where(four < six, multiply_4, multiply)
+            restore = tl.where(four < six, restore_4, restore)
+            stored = tl.where(four < six, stored_4, stored)
         if MEASURE and not FAKE:
             innermost: tl.constexpr = S.KIND == "fp32" and GP == 1 and GQ == 128  # as GroupLayout.lines_innermost says
             store_scales(scale_ptr, stored, line0, first, lines, length, P, Q, GP, GQ, innermost)
@@ -282,7 +319,7 @@ def cast_tile(
         restore = spread(restore, P, Q, GP, GQ)
     if FAKE:
         value = as_float(round_bits(scaled_bits(x, multiply, S, MEASURE), as_bits(x), random, F, H, True))
-        result = restored(value, restore, tensor, out_ptr.dtype.element_ty, S.KIND != "none", S.KIND == "nvfp4", H.NATIVE)
+        result = restored(value, restore, tensor, out_ptr.dtype.element_ty, S.KIND != "none", S.STORED == "e4m3", H.NATIVE)
         at = first + tl.arange(0, Q)
         inside = (line < lines)[:, None] & (at < length)[None, :]
         tl.store(out_ptr + line[:, None] * stride_line + at[None, :] * stride_element, result, mask=inside)
@@ -298,6 +335,43 @@ def cast_tile(
         if RAGGED:
             code = tl.where(((first + tl.arange(0, Q)) < length)[None, :], code, 0)
         store_packed(out_ptr, code, line, first, lines, stride_line, C.BITS, WORDS, P, Q)
+
+
+@triton.jit
+def tile_values(
+    x,
+    random,
+    tensor,
+    DTYPE: tl.constexpr,
+    F: tl.constexpr,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    E: tl.constexpr,
+    W: tl.constexpr,
+    P: tl.constexpr,
+    Q: tl.constexpr,
+    GP: tl.constexpr,
+    GQ: tl.constexpr,
+):
+    """Return x [P, Q] rounded to F, times the scales of its groups of GP x GQ, as DTYPE. The tensor's scale is left out."""
+    amax = largest(tl.reshape(tl.abs(x), [P // GP, GP, Q // GQ, GQ]), H.NATIVE)
+    multiply, restore, _ = group_factors(amax, tensor, S, E, W, True, H.NATIVE)
+    multiply, restore = spread(multiply, P, Q, GP, GQ), spread(restore, P, Q, GP, GQ)
+    E4M3: tl.constexpr = F.BITS == 8 and F.BIAS == 7 and not F.INTEGER
+    if E4M3 and H.NATIVE and H.KIND == "nearest" and S.KIND != "nvfp4":
+        value = (x * multiply).to(tl.float8e4nv).to(tl.float32)  # it saturates, and NaN stays NaN
+    elif H.NATIVE and not F.HAS_NAN and not F.INTEGER:
+        # The factor of a group with a NaN is NaN, and makes all of its numbers NaN.
+        magnitude = round_magnitude(limited(as_bits(tl.abs(x) * multiply), F), random, F, H)
+        value = as_float(magnitude | (as_bits(x) & SIGN))
+    else:
+        value = as_float(round_bits(scaled_bits(x, multiply, S, True), as_bits(x), random, F, H, True))
+    if H.NATIVE and S.KIND == "nvfp4":
+        return (value * restore).to(DTYPE)  # at most 6 * 448
+    elif H.NATIVE:
+        return saturated(value * restore, DTYPE)
+    else:
+        return restored(value, restore, 1.0, DTYPE, True, False, H.NATIVE)
 
 
 @triton.jit
@@ -403,7 +477,7 @@ def cast_program(
         False,
     )  # fmt: skip
     tensor = 1.0
-    if S.KIND == "nvfp4":
+    if S.STORED == "e4m3":
         tensor = tensor_factor(tl.load(tensor_ptr), S)
     P: tl.constexpr = COLUMNS if ALONG_ROWS else ROWS
     Q: tl.constexpr = ROWS if ALONG_ROWS else COLUMNS

@@ -1,0 +1,81 @@
+"""Hadamard transforms along one axis of a matrix, before a cast: the same float32 additions in the same order on any device.
+
+A transform of width n replaces each n neighbours v by H (s v) / sqrt(n). H is the Hadamard matrix of Sylvester, s are signs.
+It is orthogonal, so that a product that sums over the axis is unchanged if both operands are transformed.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from dither.ops.reference import philox
+from dither.spec import Hadamard, registry
+from dither.spec.random import Draw, Stream
+
+WIDEST = 128
+"""Signs that are drawn at once; narrower transforms take the first of them."""
+
+
+def transform(x: Tensor, turn: Hadamard, axis: int, place: Tensor | None) -> Tensor:
+    """Return the matrix x, transformed along `axis`: float32, with that axis padded by zeros to a multiple of the width.
+
+    Example, width 4 (for brevity) without signs: [1, 2, 3, 4] becomes [5, -1, -2, 0]. Rounds of (a, b) -> (a + b, a - b) on
+    neighbours, with the sums moved before the differences, make H; the last operation is the product with 1 / sqrt(n).
+
+    place: int64[3], the step, an unused number and the key by which redrawn signs are drawn; None for other signs.
+    """
+    lines = x.float() if axis == 1 else x.float().T
+    padded = F.pad(lines, (0, -lines.shape[1] % turn.size))
+    v = padded.reshape(padded.shape[0], padded.shape[1] // turn.size, turn.size)
+    if turn.signs != "plain":
+        v = v * signs(turn, place, x.device)
+    if turn.matrix == "hadamard":
+        for _ in range(turn.size.bit_length() - 1):
+            v = torch.cat((v[..., ::2] + v[..., 1::2], v[..., ::2] - v[..., 1::2]), dim=2)
+        v = v * turn.size**-0.5
+    else:
+        v = v @ _matrix(turn, x.device).T
+    turned: Tensor = v.reshape(padded.shape)
+    return turned if axis == 1 else turned.T.contiguous()
+
+
+def inverse(x: Tensor, turn: Hadamard, axis: int, place: Tensor | None, length: int) -> Tensor:
+    """Return the matrix that `transform` brings to x, with `length` elements along `axis`; H is symmetric."""
+    if turn.matrix == "hadamard":
+        plain = transform(x, Hadamard(turn.size), axis, None)
+    else:
+        lines = x.float() if axis == 1 else x.float().T
+        v = lines.reshape(lines.shape[0], lines.shape[1] // turn.size, turn.size)
+        plain = (v @ _matrix(turn, x.device)).reshape(lines.shape)
+        plain = plain if axis == 1 else plain.T
+    if turn.signs != "plain":
+        row = signs(turn, place, x.device).repeat(plain.shape[axis] // turn.size)
+        plain = plain * (row if axis == 1 else row[:, None])
+    return plain.narrow(axis, 0, length)
+
+
+@functools.cache
+def _matrix(turn: Hadamard, device: torch.device) -> Tensor:
+    """Return the matrix of a registered transform."""
+    reference = registry.TRANSFORMS[turn.matrix].reference
+    assert reference is not None
+    return reference(turn.size).to(device)  # type: ignore[no-any-return]
+
+
+def signs(turn: Hadamard, place: Tensor | None, device: torch.device) -> Tensor:
+    """Return the signs of a transform, float32[size]: one random bit each, of the first row of a stream."""
+    if turn.signs == "fixed":
+        return _fixed(turn.size, device)
+    assert place is not None
+    at = torch.cat((place[:1], torch.zeros_like(place[:1]), place[2:]))
+    return 1.0 - 2.0 * (philox.random_bits(Draw(0, at), 1, WIDEST, 8)[0, : turn.size] & 1)
+
+
+@functools.cache
+def _fixed(size: int, device: torch.device) -> Tensor:
+    """Return the signs of all layers and runs: those of step 0 of the stream (0, "signs", "")."""
+    key = Stream(0, "signs", "").key
+    drawn = philox.random_bits(Draw(key, torch.zeros((), dtype=torch.int64)), 1, WIDEST, 8)[0, :size] & 1
+    return (1.0 - 2.0 * drawn).to(device)
