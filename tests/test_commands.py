@@ -10,6 +10,7 @@ import torch
 from runs import said, trained_run
 
 from dither import UserError, checkpoint, cli
+from dither.commands.generate import Generation
 from dither.data import open_tokens, train_bpe
 from dither.evaluate import perplexity
 from dither.evaluate.deployment import parse_cast
@@ -190,3 +191,12 @@ def test_casts_as_the_command_line_spells_them():
     assert str(parse_cast("e4m3:block(128):pow2")) == "e4m3 block(128) pow2 nearest"
     with pytest.raises(UserError):
         parse_cast("")
+
+
+@pytest.mark.parametrize("units", [True, False])
+def test_a_cpu_without_16_bit_units_generates_in_float32(units, run, monkeypatch):
+    monkeypatch.setattr("dither.models.generation.has_units", lambda dtype: units)
+    with Generation(tokens=2, device="cpu").opened(run.folder) as (source, ready, sampler):
+        assert {parameter.dtype for parameter in ready.parameters()} == {torch.bfloat16 if units else torch.float32}
+        if not units:
+            assert len(sampler.extend(ready, [72], source.text_tokenizer().end, torch.Generator())) <= 2

@@ -819,8 +819,9 @@ def test_a_phase_is_left_and_the_step_is_saved(phase, text, tmp_path, tmp_path_f
 
         return run
 
-    if phase == "evaluating":
-        monkeypatch.setattr(trainers, "batch_losses", first(trainers.batch_losses))
+    if phase == "evaluating":  # each pass of four
+        batch_losses = trainers.batch_losses
+        monkeypatch.setattr(trainers, "batch_losses", lambda *args, **named: map(first(abs), batch_losses(*args, **named)))
     elif phase == "planning":
         monkeypatch.setattr(trainers, "_estimated_loss", first(trainers._estimated_loss))
     elif phase == "sampling":

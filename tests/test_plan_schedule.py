@@ -1,6 +1,7 @@
 """Plans by step: entries and their plans, forward products, own loops, compiled code, the trainer, and SNIP on top."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +13,7 @@ from runs import config_of, lines
 from torch import nn
 
 import dither
-from dither import LayerPrecision, Plan, PlanSchedule, Sampling, UserError, recipe
+from dither import LayerPrecision, Plan, PlanSchedule, Sampling, UserError, checkpoint, recipe
 from dither.models import build
 from dither.nn.compile import block_variants, compile_blocks
 from dither.ops import backend
@@ -359,3 +360,32 @@ def test_block_variants_of_a_mixed_plan():
     model = build("tiny")
     dither.convert(model, Plan(layers=(("*.0.mlp.*", LayerPrecision()),), default=FP8))
     assert len(block_variants(model)) == 2
+
+
+def test_a_layer_whose_numerics_break_falls_back_for_good(text, tmp_path):
+    """FP4 flushes too much, then FP8 too, by a limit of nearly 0; SNIP's later choice and a resume leave it so."""
+    more = ("precision.recipe=fp4-block", "monitor.every=1", "monitor.fallback=1e-9", "snip.target=0.5", "snip.start=3")
+    more += ("snip.delay=1", "snip.probe=direct", "optim.schedule=constant", "run.save_every=1", "run.keep_last=9")
+    train(config(text, tmp_path / "run", *more))
+    found = events(tmp_path / "run")
+    assert found[1][0] == 1
+    assert re.fullmatch(
+        r"model\.layers\.0\.\S+ falls back to FP8 in blocks, since .* rounds to zero \(and \d+ more\)", found[1][1]
+    )
+    name = found[1][1].split()[0]
+    assert found[1][2].for_layer(name) == FP8
+    assert " falls back to no casts, since " in found[2][1]
+    assert found[2][2].for_layer(name).uncast
+    chosen = next(plan for _, reason, plan in found if "harm" in reason)
+    assert chosen.provenance["method"] == "snip"
+    assert chosen.for_layer(name).uncast
+    for stop in (1, 3, 5):  # after each fallback, and after SNIP's choice
+        out = tmp_path / f"from-{stop}"
+        shutil.copytree(tmp_path / "run", out)
+        for path in (out / "checkpoints").glob("step-*"):
+            if checkpoint.step_of(path) > stop:
+                shutil.rmtree(path)
+        train(config(text, out, *more), resume=True)
+        (one, _), (two, _) = (checkpoint.load(folder / "checkpoints/step-00000006") for folder in (tmp_path / "run", out))
+        assert all(torch.equal(one[key], two[key]) for key in one)
+        assert events(out)[-1] == found[-1]

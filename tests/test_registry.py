@@ -13,7 +13,7 @@ import runs
 import torch
 
 import dither
-from dither import Cast, Format, NamedCast, Plan, Recipe, RoundingRule, ScaleRule, Stream, UserError, checkpoint, cli
+from dither import Cast, Format, NamedCast, Plan, Recipe, RoundingRule, ScaleRule, Stream, Transform, UserError, checkpoint, cli
 from dither.ops.backend import implementation
 from dither.ops.reference.rounding import round_values
 from dither.snip.options import options
@@ -126,6 +126,28 @@ def test_compiled_code_casts_as_eager_code_does():
     assert torch.equal(compiled(x), layer(x))
 
 
+def dct(size):
+    place = torch.arange(size, dtype=torch.float64)
+    matrix = torch.cos(torch.pi / size * (place + 0.5) * place[:, None]) * (2 / size) ** 0.5
+    return torch.cat([matrix[:1] * 0.5**0.5, matrix[1:]]).float()
+
+
+@pytest.mark.parametrize("signs", ["plain", "fixed", "redrawn"])
+def test_a_registered_transform_is_undone_after_the_cast(signs):
+    dither.register(Transform("dct", dct))
+    x, stream = torch.randn(12, 40, generator=torch.Generator().manual_seed(3)), Stream(0, "test", "x")
+    for axis in (0, 1):
+        codes = dither.quantize(x, f"fp32 dct(16,{signs})", axis=axis, stream=stream)
+        torch.testing.assert_close(codes.dequantize(), x, atol=2e-6, rtol=0)
+        assert (codes.values.shape[axis], codes.values.shape[1 - axis]) == (16 if axis == 0 else 48, x.shape[1 - axis])
+    constant = dither.quantize(torch.full((1, 16), 0.3), "int4 tile(16) fp32 nearest dct(16,plain)")
+    assert constant.values.tolist() == [[7, *[0] * 7]]  # one coefficient of 16
+    layer = dither.Linear(48, 32, precision=dither.LayerPrecision.of(*["e4m3 tile(16) dct(16)"] * 3), name="a")
+    rows = x.new_ones(8, 48) * torch.arange(48)
+    exact = torch.nn.functional.linear(rows, layer.weight, layer.bias)
+    assert (layer(rows) - exact).norm() < 0.1 * exact.norm()
+
+
 # What is refused ------------------------------------------------------------------------------------------------------
 
 
@@ -147,6 +169,8 @@ def test_compiled_code_casts_as_eager_code_does():
         (lambda: RoundingRule("tile", up, random=True), r"The rounding 'tile' has the name of a granularity"),
         (lambda: ScaleRule("fp32", half), r"There are two scale rules 'fp32', of Dither and of"),
         (lambda: RoundingRule("x", lambda fraction, odd, random: fraction), r"The rounding 'x' returns a bool per number"),
+        (lambda: Transform("x", lambda size: torch.ones(size, size)), r"The matrix of the transform 'x' is not orthogonal"),
+        (lambda: Transform("x", lambda size: 1), r"The transform 'x' returns a float32 matrix \[16, 16\], not 1"),
         (lambda: Recipe.of("fp8", "mxfp8", "mxfp8", "mxfp8"), r"The name 'fp8' already means a recipe"),
         (lambda: NamedCast("x", "e2m1", "tile(32)"), r"A cast is either unscaled"),
         (lambda: Format.from_values("Two words", [0, 1]), r"A format has a name of lowercase letters"),
@@ -265,7 +289,7 @@ def test_an_installed_package_is_found_trains_and_resumes_bit_for_bit(installed,
     assert "needs the rounding 'coin', which is code of the package 'dither-penta' and not registered here: install" in refused
 
 
-def test_a_file_is_stored_in_the_run_and_a_resume_needs_it(tmp_path, capsys):
+def test_a_file_is_stored_in_the_run_and_a_resume_needs_it(tmp_path, capsys, monkeypatch):
     text, out, path = runs.write_bottles(tmp_path / "text"), tmp_path / "run", tmp_path / "mine.py"
     path.write_text("import dither\ndither.register(dither.Format.from_values('two', [-1, 0, 1.5]))\n"
                     "dither.register(dither.Recipe.of('two', 'two row', 'two row', 'two row'))\n")  # fmt: skip
@@ -275,11 +299,13 @@ def test_a_file_is_stored_in_the_run_and_a_resume_needs_it(tmp_path, capsys):
     assert "mine.py" in printed.err
     assert "The plugin 'mine.py' has the SHA-256" in printed.out
     assert (out / "plugins" / "mine.py").read_bytes() == path.read_bytes()
-    (out / "plugins" / "mine.py").write_text("import dither\n")
-    assert cli.main(["train", "--resume", "--out", str(out), "run.steps=2"]) == 2
-    assert "plugins/mine.py' of the run is gone or has changed: put the file of SHA-256" in capsys.readouterr().err
-    (out / "plugins" / "mine.py").write_bytes(path.read_bytes())
-    assert cli.main(["train", "--resume", "--out", str(out), "run.steps=2"]) == 0
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(registry, "PLUGINS", {})
+        assert cli.main(["train", "--resume", "--out", str(out), "run.steps=2"]) == 2
+    message = capsys.readouterr().err
+    assert "Python code that a resume does not run unasked" in message
+    assert f"--plugin {out / 'plugins' / 'mine.py'}" in message.replace("\n", " ")
+    assert cli.main(["train", "--resume", "--out", str(out), "--plugin", str(path), "run.steps=2"]) == 0
 
 
 # SNIP, GaussWS and the bench --------------------------------------------------------------------------------------------
@@ -310,11 +336,14 @@ def test_formats_compares_casts(capsys, tmp_path):
 
     x = torch.randn(64, 96, generator=torch.Generator().manual_seed(2))
     save_file({"a": x, "b": x.clone(), "bias": x[0].clone()}, tmp_path / "some.safetensors")
-    casts = ["mxfp4", "nf4:tile(32)", "nf4:tile(32):stochastic(16)", "e4m3:row"]
+    casts = ["mxfp4", "nf4:tile(32)", "nf4:tile(32):stochastic(16)", "e4m3:row", "mxfp4:hadamard(32)"]
     assert cli.main(["formats", "--cast", *casts, "--on", str(tmp_path / "some.safetensors"), "--tensor", "b", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["shape"] == [64, 96]
-    for each, bits in zip(found["casts"], (4.25, 5.0, 5.0, 8 + 32 / 96), strict=True):
+    *plain, turned = found["casts"]
+    assert turned["product"] < 0.3
+    assert turned["product_hadamard"] is None
+    for each, bits in zip(plain, (4.25, 5.0, 5.0, 8 + 32 / 96), strict=True):
         cast = Cast.parse(each["cast"])
         stored = dither.fake_quantize(x, cast, stream=Stream(0, "formats", each["cast"])).double()
         assert each["bits"] == bits

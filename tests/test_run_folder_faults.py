@@ -65,6 +65,11 @@ def test_a_file_system_without_locks_is_an_error_and_not_ignored(
     assert (tmp_path / "other" / "config.toml").exists()
 
 
+def test_a_folder_that_can_never_be_created_is_an_error() -> None:
+    with pytest.raises(UserError, match=r"The folder '/proc/no/run' of the run cannot be created or locked: "):
+        RunLock("/proc/no/run").acquire(create=True)
+
+
 def test_a_lock_that_is_a_link_is_not_written(text: Path, tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("here")
     (tmp_path / "run").mkdir()

@@ -23,6 +23,9 @@ FILE = "run.lock"
 WAIT = 0.5
 """Seconds to wait for a lock that a reader holds for a moment, or that is just being released."""
 
+RACES = 100
+"""Attempts to create a folder that other processes remove. Some file systems, such as /proc, say the same of any folder."""
+
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
 """Errors of `flock` on a file system without locks."""
 
@@ -66,12 +69,12 @@ class RunLock:
         Args:
             create: Create the folder if there is none.
         """
+        attempts = 0
         while True:
-            made = False
+            attempts += 1
             try:
                 if create:
                     self.folder.mkdir(parents=True, exist_ok=True)
-                    made = True
                 self.folder.stat()
                 if self.path.exists() and not self.path.is_file():
                     raise UserError(f"{str(self.path)!r} is not a regular file: remove it.")
@@ -84,7 +87,7 @@ class RunLock:
                     "process may write to it: wait until it ends, or stop it, or choose another folder with --out."
                 ) from None
             except OSError as error:
-                if made and isinstance(error, FileNotFoundError):
+                if create and isinstance(error, FileNotFoundError) and attempts < RACES:
                     continue  # another process has just removed the folder
                 if error.errno in NO_LOCKS:
                     raise UserError(

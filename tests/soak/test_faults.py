@@ -16,9 +16,9 @@ import dither
 from dither import UserError, cli, report
 from dither.files import MOST, Refused, read_text
 
-FAULTS = {"sharded": 0.05, "disks": 0.02, "kills": 0.005, "saves": 0.06, "damage": 0.015, "races": 0.05}
-"""Parts of the soak and how many times its counts: a kill of a rank with half of the model, a full disk, a kill, 30 saves, 150
-flips, 50 races. The longest come first. The other parts are in `make soak` alone."""
+FAULTS = {"sharded": 0.05, "disks": 0.02, "kills": 0.005, "saves": 0.03, "damage": 0.008, "races": 0.02}
+"""Parts of the soak and how many times its counts: a kill of a rank with half of the model, a full disk, a kill, 15 saves, 80
+flips, 20 races. The longest come first. The other parts are in `make soak` alone."""
 
 HOSTILE = {"configs": 36, "plans": 6, "tokenizers": 10, "data": 18, "checkpoints": 12, "models": 6, "runs": 12}
 """How many of each kind, drawn with a fixed seed."""

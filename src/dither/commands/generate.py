@@ -47,7 +47,7 @@ class Generation:
     def opened(self, model: Path) -> Iterator[tuple[Source, nn.Module, Sampler]]:
         """Open a model, and yield it as it was read, as it is cast, and the sampler of its tokens."""
         from dither.exporting.sources import opened
-        from dither.models.generation import Sampler
+        from dither.models.generation import Sampler, computable
 
         if self.tokens < 1 or self.top_k < 0:
             raise UserError(f"--tokens is at least 1 and --top-k at least 0, not {self.tokens} and {self.top_k}.")
@@ -59,6 +59,7 @@ class Generation:
                 source = stack.enter_context(
                     opened(model, tokenizer=self.tokenizer, text=False, few_bits=True, device=self.device)
                 )
+                computable(source.model)
                 ready = source.cast(self.plan, self.cast)
             yield source, ready, sampler
 

@@ -22,7 +22,7 @@ from dither.settings import override, toml
 from dither.spec import registry
 from dither.spec.modes import AUTO
 from dither.train import config as configs
-from dither.train.config import CONFIG, Config
+from dither.train.config import CONFIG, PLUGINS, Config
 
 if TYPE_CHECKING:
     from dither.train.loop import Outcome
@@ -178,9 +178,9 @@ def resolve(
         folder = Path(override(base, wanted, values).run.out)
         there = os.path.isfile(folder / CONFIG)
         if there:
-            from dither.train.run_folder import load_plugins
+            from dither.train.run_folder import check_plugins
 
-            load_plugins(folder)
+            check_plugins(folder)
         if not there and resume is True and file is None:
             raise UserError(
                 f"There is no run in {str(folder)!r} to resume: start it without --resume, or name its folder with --out."
@@ -274,7 +274,10 @@ def summary(outcome: Outcome) -> str:
     elif outcome.how == "done":
         lines.append(f"report           dither report {shlex.quote(str(outcome.folder))}")
     else:
-        lines.append(f"resume           dither train --resume --out {shlex.quote(str(outcome.folder))}")
+        words = ["dither", "train", "--resume", "--out", str(outcome.folder)]
+        for plugin in registry.PLUGINS.values():
+            words += ["--plugin", str(outcome.folder / PLUGINS / plugin.name)]
+        lines.append(f"resume           {shlex.join(words)}")
     return "\n".join(lines)
 
 

@@ -78,6 +78,23 @@ def generate(
     return tokens
 
 
+def computable(model: nn.Module) -> nn.Module:
+    """Convert a model to float32 if it has 16 bits and lies on a CPU without matrix units for them; return it.
+
+    oneDNN would complain with a stack trace at the first product, and compute hundreds of times as slowly.
+    """
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_cpu and parameter.dtype.itemsize == 2}
+    return model if all(map(has_units, dtypes)) else model.float()
+
+
+def has_units(dtype: torch.dtype) -> bool:
+    """Return True if this CPU has matrix units for bfloat16 or float16."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    ops = torch.ops.mkldnn
+    return bool(ops._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else ops._is_mkldnn_fp16_supported())
+
+
 def _check(
     tokens: Tensor,
     count: int,

@@ -146,7 +146,8 @@ def _draw(stream: Stream, parameter: Tensor, deviation: float, at: tuple[int, in
 def _normal_quantiles() -> Tensor:
     """Return the quantiles (k + 1/2) / 2^16 of the normal distribution, float64[2^16]; the largest is 4.3."""
     # Computed in Python, since torch's inverse differs between devices.
-    upper = [statistics.NormalDist().inv_cdf((k + 0.5) / 65536) for k in range(32768, 65536)]
+    inverse = statistics.NormalDist().inv_cdf
+    upper = [inverse((k + 0.5) / 65536) for k in range(32768, 65536)]
     return torch.tensor([-value for value in reversed(upper)] + upper, dtype=torch.float64)
 
 

@@ -358,5 +358,3 @@ class Lora:
         check("lora", self)
         if "" in self.targets:
             raise UserError("lora.targets are names of layers, such as q_proj, and one of them is empty.")
-        if self.rank is None and (self.targets or self.dropout):
-            raise UserError("lora.targets and lora.dropout need adapters: set lora.rank, such as lora.rank=16.")

@@ -18,6 +18,8 @@ update u of a weight w is lost if w - u rounds to w, which is about when |u| is 
 """
 
 import math
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -25,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from dither.ops.reference import quantize, rounding, transforms
-from dither.spec import Cast, Hadamard, Rounding, groups
+from dither.spec import Cast, Rounding, groups
 from dither.spec.formats import Format
 from dither.spec.groups import GroupLayout
 
@@ -60,7 +62,7 @@ def cast_counts(x: Tensor, cast: Cast, axis: int = -1, given_amax: Tensor | None
     {'elements': 6.0, 'zeros': 1.0, 'nonfinite': 0.0, 'clipped': 1.0, 'flushed': 1.0, 'subnormal': 1.0}
     """
     if cast.turn.size:  # whichever signs are drawn, their statistics are alike
-        turn = Hadamard(cast.turn.size, "fixed")
+        turn = replace(cast.turn, signs="fixed")
         lines = x.movedim(axis, -1).reshape(-1, x.shape[axis])
         x, axis, cast = transforms.transform(lines, turn, 1, None), -1, cast.unturned
     layout = groups.values_layout(tuple(x.shape), cast, axis)
@@ -239,3 +241,27 @@ def required_factor(counts: list[float], format: Format, share: float) -> float:
         if total and seen >= share * total:
             return math.ldexp(1.0, format.min_exponent - format.mantissa_bits - (field - 127))
     return math.nan
+
+
+LEAVE_FP4 = math.sqrt(3.0)
+"""Margin of a gradient below which stochastic FP4 no longer pays (arXiv 2505.19115)."""
+
+
+def gradient_margin(one: Iterable[Tensor], other: Iterable[Tensor]) -> float:
+    """Return the norm of a gradient divided by that of its quantization noise; below LEAVE_FP4, leave FP4.
+
+    Both are estimated from two gradients of the same batch, which differ by their random bits alone: <g, g'> is the squared
+    norm without noise, and |g - g'|^2 / 2 that of the noise. Run backward twice on one batch, in step contexts of two steps.
+
+    Args:
+        one: The gradients of the parameters, such as [p.grad.clone() for p in model.parameters()].
+        other: Those of the second run, in the same order.
+
+    >>> round(gradient_margin([torch.tensor([3.0, 4.0])], [torch.tensor([3.0, 5.0])]), 2)
+    7.62
+    """
+    shared = noise = 0.0
+    for g, h in zip(one, other, strict=True):
+        shared += (g.double() * h.double()).sum().item()
+        noise += (g.double() - h.double()).square().sum().item() / 2
+    return math.sqrt(max(shared, 0.0) / noise) if noise else math.inf

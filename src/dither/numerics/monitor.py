@@ -39,6 +39,7 @@ from dither.spec.formats import TABLE
 # The report -----------------------------------------------------------------------------------------------------------
 
 OPERANDS = ("input", "weight", "grad")
+WORDS = {"input": "input", "weight": "weight", "grad": "output gradient"}
 
 CLIPPED = 0.05
 """Fraction of an operand's numbers that a cast clips, from which it is a problem."""
@@ -167,6 +168,25 @@ class NumericsReport:
         )
         return tuple(filter(None, found))
 
+    def broken(self, limit: float) -> dict[str, str]:
+        """Return a reason by name for each layer with NaN or Inf, or whose casts clip or flush more than `limit` of an operand.
+
+        >>> grad = Operand("e2m1 tile(128) fp32 nearest", 0.0, 0.75, 0.1, 0.0, 0.0, 1e-3, None)
+        >>> NumericsReport(100, (LayerNumerics("up", None, None, grad, None),), None).broken(0.5)
+        {'up': '75 % of its output gradient rounds to zero'}
+        """
+        reasons: dict[str, str] = {}
+        for layer in self.layers:
+            for operand, each in layer.operands:
+                kept = "stochastic" in each.cast  # the mean of what rounds to zero
+                shares = {"is NaN or Inf": each.nonfinite, "is clipped": each.clipped or 0.0}
+                shares["rounds to zero"] = 0.0 if kept else each.flushed or 0.0
+                what, share = max(shares.items(), key=lambda pair: pair[1])
+                if each.nonfinite or share > limit:
+                    what, share = ("is NaN or Inf", each.nonfinite) if each.nonfinite else (what, share)
+                    reasons.setdefault(layer.name, f"{percent(share)} of its {WORDS[operand]} {what}")
+        return reasons
+
     def _worst(self, share: str, bound: float, what: str, mean_kept: str | None = None) -> str:
         found = [
             (getattr(each, share), layer.name, operand, each.cast)
@@ -177,7 +197,7 @@ class NumericsReport:
         if not found:
             return ""
         most, name, operand, cast = max(found, key=lambda each: each[0])  # among equals, the first layer
-        words = {"input": "input", "weight": "weight", "grad": "output gradient"}[operand]
+        words = WORDS[operand]
         others = f" (and {len(found) - 1} more operand{'s' * (len(found) > 2)})" if len(found) > 1 else ""
         return f"{percent(most)} of the {words} of {name} {what}{'' if share == 'nonfinite' else f' {cast}'}{others}."
 

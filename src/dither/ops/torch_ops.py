@@ -147,8 +147,9 @@ def _empty_transform(x: Tensor, transform: str, axis: int) -> Tensor:
 @operator(_empty_transform)
 def _transform_op(x: Tensor, transform: str, axis: int, place: Tensor | None, after: Tensor | None) -> Tensor:
     """Return the matrix x, transformed along `axis` and padded, in float32; see `reference.transforms`."""
-    code = implementation("transforms", x.device, "auto")
-    return code.transform(x, Hadamard.parse(transform), axis, place)  # type: ignore[no-any-return]
+    turn = Hadamard.parse(transform)
+    code = implementation("transforms", x.device, "auto" if turn.matrix == "hadamard" else "reference")
+    return code.transform(x, turn, axis, place)  # type: ignore[no-any-return]
 
 
 @custom_operator(lambda x: x.new_empty((), dtype=torch.float32))

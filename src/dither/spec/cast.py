@@ -109,18 +109,20 @@ class Hadamard:
     """The width of the transform; 0 for none."""
     signs: Signs = "plain"
     """Signs that elements are multiplied by first: none, one vector for all layers and runs, or one per layer and step."""
+    matrix: str = "hadamard"
+    """The name of a transform in `registry.TRANSFORMS`, whose matrix replaces that of Hadamard."""
 
     def __str__(self) -> str:
         if not self.size:
             return "none"
-        return f"hadamard({self.size})" if self.signs == "fixed" else f"hadamard({self.size},{self.signs})"
+        return f"{self.matrix}({self.size})" if self.signs == "fixed" else f"{self.matrix}({self.size},{self.signs})"
 
     @classmethod
     def parse(cls, text: str) -> "Hadamard":
         """Parse `none` or `hadamard(size[,plain|fixed|redrawn])`; signs are fixed by default.
 
         >>> Hadamard.parse("hadamard(16)")
-        Hadamard(size=16, signs='fixed')
+        Hadamard(size=16, signs='fixed', matrix='hadamard')
         """
         return _parse_transform(_text("transform", text))
 
@@ -362,16 +364,17 @@ def _is_rounding(word: str) -> bool:
     return word.partition("(")[0] in registry.ROUNDINGS.here
 
 
-@functools.cache
+@registry.cached
 def _parse_transform(text: str) -> Hadamard:
     if text == "none":
         return Hadamard()
-    match = re.fullmatch(r"hadamard\((\d{1,4})(?:,(plain|fixed|redrawn))?\)", text)
-    if match is not None and int(match[1]) in TRANSFORM_SIZES:
-        return Hadamard(int(match[1]), match[2] or "fixed")  # type: ignore[arg-type]
+    registry.look_up(text)
+    match = re.fullmatch(r"([^()]+)\((\d{1,4})(?:,(plain|fixed|redrawn))?\)", text)
+    if match is not None and match[1] in registry.TRANSFORMS.here and int(match[2]) in TRANSFORM_SIZES:
+        return Hadamard(int(match[2]), match[3] or "fixed", match[1])  # type: ignore[arg-type]
     raise UserError(
         f"There is no transform {text!r}: choose 'none', 'hadamard(size)', 'hadamard(size,plain)' or "
-        f"'hadamard(size,redrawn)' with a size of {', '.join(map(str, TRANSFORM_SIZES))}."
+        f"'hadamard(size,redrawn)' with a size of {', '.join(map(str, TRANSFORM_SIZES))}, or register one."
     )
 
 
@@ -380,11 +383,11 @@ def _parse_cast(text: str) -> Cast:
     if not text.split():
         raise UserError(f"A cast is written like 'e4m3 tile(128) fp32 nearest' or 'mxfp4', not {text!r}.")
     words = text.split()
-    if len(words) > 1 and words[-1].startswith("hadamard"):
-        return replace(_parse_cast(" ".join(words[:-1])), transform=str(Hadamard.parse(words[-1])))
     for word in words:
         if registry.arguments(word)[0] not in registry.GRANULARITIES and (word != words[0] or spelled(word) is None):
             registry.look_up(word)
+    if len(words) > 1 and words[-1].partition("(")[0] in registry.TRANSFORMS.here:
+        return replace(_parse_cast(" ".join(words[:-1])), transform=str(Hadamard.parse(words[-1])))
     rounding = words.pop() if len(words) > 1 and _is_rounding(words[-1]) else ""
     if len(words) == 1 and words[0] in NAMED_CASTS.here:
         named = NAMED_CASTS[words[0]]

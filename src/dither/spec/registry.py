@@ -196,21 +196,33 @@ class RoundingRule:
 
 @dataclass(frozen=True)
 class Transform:
-    """An orthogonal transform of an operand along the axis that its product sums over, applied before the cast."""
+    """An orthogonal matrix that multiplies every few neighbours along the axis that a product sums over, before the cast.
+
+    >>> import torch
+    >>> Transform("flip", lambda size: torch.eye(size).flip(0)).name  # in text: e2m1 tile(16) flip(16)
+    'flip'
+    """
 
     kind: ClassVar[str] = "transform"
 
     name: str
     reference: Callable[..., Any] | None = None
+    """`reference(size)` returns the matrix, float32[size, size], for the sizes 16, 32, 64 and 128."""
     about: str = ""
-    arguments: int = 0
-    """The number of arguments in text: 1 for `hadamard(16)`."""
     kernel: bool = False
 
     def check(self) -> None:
-        """Raise a UserError unless there is a function."""
+        """Raise a UserError unless the matrices are orthogonal."""
         if self.reference is None:
-            raise UserError(f"The transform {self.name!r} needs a reference: a function in plain torch.")
+            raise UserError(f"The transform {self.name!r} needs a reference: a function of its size that returns a matrix.")
+        import torch
+
+        for size in (16, 128):
+            matrix = self.reference(size)
+            if not isinstance(matrix, torch.Tensor) or matrix.shape != (size, size) or matrix.dtype != torch.float32:
+                raise UserError(f"The transform {self.name!r} returns a float32 matrix [{size}, {size}], not {matrix!r:.200}.")
+            if not (matrix @ matrix.T - torch.eye(size)).abs().max() < 1e-5:
+                raise UserError(f"The matrix of the transform {self.name!r} is not orthogonal at size {size}.")
 
 
 FORMATS: Table[Any] = Table("format")
@@ -246,7 +258,7 @@ for _rounding in (
     ROUNDINGS.add(_rounding)
 
 
-TRANSFORMS.add(Transform("hadamard", about="Hadamard matrix, after plain, fixed or redrawn signs", arguments=2))
+TRANSFORMS.add(Transform("hadamard", about="Hadamard matrix of Sylvester", kernel=True))
 
 
 # Registering ----------------------------------------------------------------------------------------------------------

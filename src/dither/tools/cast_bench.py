@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +29,8 @@ SHAPE = (512, 1024)
 ROWS = 256
 """Most rows of each operand of the product whose error is measured."""
 
-TRANSFORM = 16
-"""The width of the Hadamard transform under which the product is measured again."""
+TRANSFORM = "hadamard(16)"
+"""The transform with which the product is measured again."""
 
 
 def _student(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
@@ -74,7 +74,7 @@ class CastOfTensor:
     product: float
     """Norm of the error of a product, relative to the product: both operands are cast, the other is normal."""
     product_hadamard: float | None
-    """The same with both operands under a Hadamard transform of 16; None if the axis is no multiple of 16."""
+    """The same with both operands under a Hadamard transform of 16; None for a cast that has or takes no other transform."""
     histogram: dict[float, float] | None
     """The share of each value of the format, by value; None above 8 bits."""
 
@@ -142,7 +142,7 @@ def compare_casts(x: Tensor, casts: Sequence[Cast], tensor: str = "") -> Compari
 
 
 def _measured(x: Tensor, cast: Cast) -> CastOfTensor:
-    options: dict[str, Any] = {"stream": Stream(0, "formats", str(cast)) if cast.round.bits else None}
+    options: dict[str, Any] = {"stream": Stream(0, "formats", str(cast))}
     if cast.scaling.kind == "delayed":
         options["amax"] = x.abs().amax()
     codes = quantize(x, cast, **options)
@@ -157,8 +157,8 @@ def _measured(x: Tensor, cast: Cast) -> CastOfTensor:
         (error.abs() / x.double().abs())[x != 0].mean().item(),
         counts["clipped"] / known,
         counts["flushed"] / known,
-        _product_error(x, cast, options, None),
-        _product_error(x, cast, options, hadamard(TRANSFORM)) if x.shape[1] % TRANSFORM == 0 else None,
+        _product_error(x, cast, options),
+        None if cast.turn.size or "amax" in options else _product_error(x, replace(cast, transform=TRANSFORM), options),
         _histogram(codes),
     )
 
@@ -169,12 +169,10 @@ def _bits(codes: Quantized) -> float:
     return codes.cast.element.bits + sum(8 * part.numel() * part.itemsize for part in scales) / math.prod(codes.shape)
 
 
-def _product_error(x: Tensor, cast: Cast, options: dict[str, Any], transform: Tensor | None) -> float:
+def _product_error(x: Tensor, cast: Cast, options: dict[str, Any]) -> float:
     a = x[:ROWS]
     b = torch.randn((ROWS, x.shape[1]), generator=torch.Generator().manual_seed(1))
     exact = a.double() @ b.double().T
-    if transform is not None:
-        a, b = ((part.reshape(len(part), -1, len(transform)) @ transform).flatten(1) for part in (a, b))
     if "amax" in options:
         options = {**options, "amax": torch.maximum(a.abs().amax(), b.abs().amax())}
     one = fake_quantize(a, cast, **options).double()
@@ -184,23 +182,12 @@ def _product_error(x: Tensor, cast: Cast, options: dict[str, Any], transform: Te
     return float((one @ other.T - exact).norm() / exact.norm())
 
 
-def hadamard(size: int) -> Tensor:
-    """Return the Hadamard matrix of a power of two, divided by the square root of its size, so that it is orthogonal.
-
-    >>> hadamard(4)[1]
-    tensor([ 0.5000, -0.5000,  0.5000, -0.5000])
-    """
-    matrix = torch.ones(1, 1)
-    while len(matrix) < size:
-        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
-    return matrix / math.sqrt(size)
-
-
 def _histogram(codes: Quantized) -> dict[float, float] | None:
     element = codes.cast.element
     if element.bits > 8:
         return None
-    indices = unpack(codes.values.view(integer_dtype(element)), codes.shape[1], element).flatten().long()
+    length = -(-codes.shape[1] // max(codes.cast.turn.size, 1)) * max(codes.cast.turn.size, 1)  # transforms pad
+    indices = unpack(codes.values.view(integer_dtype(element)), length, element).flatten().long()
     shares = torch.bincount(indices, minlength=1 << element.bits).double() / indices.numel()
     found = dict.fromkeys(element.values(), 0.0)
     for code, share in enumerate(shares.tolist()):

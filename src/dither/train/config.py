@@ -381,6 +381,9 @@ class MonitorSettings:
     """Steps between measurements of what casts clip and flush to zero and what rounding does to updates; 0 means never."""
     tokens: Count = 2048
     """Most tokens per measurement, over all ranks: whole sequences of the step, at least one per rank."""
+    fallback: Share | None = None
+    """Move a layer to the next safer casts, FP8 in blocks and then none, if its casts clip or flush more than this fraction of
+    an operand, or if it has NaN or Inf; by default never."""
 
     def __post_init__(self) -> None:
         check("monitor", self)

@@ -28,6 +28,7 @@ from dither.train import agreement, trackers
 from dither.train.config import BITWIDTHS, CHECKPOINTS, Config, dumps
 from dither.train.guard import GRACE, Interrupted, Signals
 from dither.train.layout import RankLayout, check_chat, check_layout, check_snip
+from dither.train.plans import PlanEvent
 from dither.train.ranks import LostRankError, Ranks, joined
 from dither.train.records import DrawLayers, Metrics, Progress, Records
 from dither.train.resume import resolved
@@ -433,19 +434,24 @@ class Run:
     def choose(self, batch: Batch) -> None:
         """Let the schedule and SNIP change the plan, if that is due, and write what they did."""
         with self.records.timed("choice of precision"):
-            for found in self.trainer.choose(batch):
-                scores = {} if found.scores is None else {"scores": found.scores, "choice": found.choice}
-                self.records.write("plan", plan=found.plan.to_dict(), reason=found.reason, changed=found.changed, **scores)
-                plan = "a new plan" if found.changed else "the same plan"
-                self.records.say(f"Step {self.trainer.done}: {plan}: {found.reason}")
+            for event in self.trainer.choose(batch):
+                self._tell(event)
+
+    def _tell(self, event: PlanEvent) -> None:
+        scores = {} if event.scores is None else {"scores": event.scores, "choice": event.choice}
+        self.records.write("plan", plan=event.plan.to_dict(), reason=event.reason, changed=event.changed, **scores)
+        plan = "a new plan" if event.changed else "the same plan"
+        self.records.say(f"Step {self.trainer.done}: {plan}: {event.reason}")
 
     def monitor(self, batch: Batch) -> None:
-        """Write what the monitor measures after a step."""
+        """Write what the monitor measures after a step, and let layers whose numerics break fall back."""
         with self.records.timed("monitor"):
             if (report := self.trainer.look(batch)) is not None:
                 found = report.to_dict()
                 del found["step"]
                 self.records.write("numerics", lr=self.trainer.training.optimizer.param_groups[0]["lr"], **found)
+                if (event := self.trainer.plans.react(report)) is not None:
+                    self._tell(event)
 
     def evaluate(self) -> None:
         """Evaluate on the held-out text, at most once per step, and write learned bitwidths if there are any."""

@@ -12,11 +12,14 @@ from dither import files
 from dither.errors import UserError
 from dither.nn.compile import block_variants
 from dither.nn.convert import Conversion
+from dither.numerics.monitor import NumericsReport
 from dither.snip.controller import Snip
 from dither.snip.fp8_auto import RECIPES, candidates_of, choice_table, choose_by_time, layer_shapes, plan_of, times_of
 from dither.snip.planning import choice_record
 from dither.snip.savings import LayerTimes, Shape
-from dither.spec import Plan
+from dither.spec import LayerPrecision, Plan
+from dither.spec.layer import OPERANDS
+from dither.spec.patterns import escape
 from dither.spec.recipes import MEASURED, recipe
 from dither.spec.schedule import PlanSchedule, split_forward
 from dither.train.config import PLANS, Config
@@ -50,6 +53,7 @@ class RunPlans:
         schedule: The plans by step.
         snip: Chooses precisions on top of the schedule, or None.
         compiled: True if the blocks of the model are compiled.
+        fallback: Largest fraction of an operand that a cast may clip or flush before its layer gets safer casts; None never.
         say: Called with a sentence before blocks are compiled for a plan.
     """
 
@@ -60,9 +64,16 @@ class RunPlans:
         snip: Snip | None,
         *,
         compiled: bool,
+        fallback: float | None = None,
         say: Callable[[str], None],
     ) -> None:
         self.conversion, self.schedule, self.snip, self.compiled, self.say = conversion, schedule, snip, compiled, say
+        self.fallback = fallback
+        self.least: dict[str, int] = {}
+        """The least rung of each layer that has fallen back, see `rung`: no later plan goes below it."""
+        if fallback is not None:
+            plans = (replace(conversion.plan, layers=(), default=each) for each in (SAFER, LayerPrecision()))
+            conversion.prepare(plans)
         self._variants: frozenset[object] = frozenset()
         self._new = True  # whether the plan may need other graphs than those of `_variants`
         if len(schedule.changes) > 1:
@@ -99,11 +110,41 @@ class RunPlans:
                     with suppress(UserError):  # options may cost the same in FLOPs and not in time
                         choice = choice_record(decision.scores, self.snip.options, decision.plan)
                 events.append(PlanEvent(decision.plan, decision.reason, decision.changed, scores, choice))
+        if self.least and any(event.changed for event in events):
+            self.apply(self._at_least(self.conversion.plan))
+            events[-1] = events[-1]._replace(plan=self.conversion.plan)
         self._new |= any(event.changed for event in events)
         if self.compiled and self._new:
             self._compile(step, warm_up)
         self._new = False
         return events
+
+    def react(self, report: NumericsReport) -> PlanEvent | None:
+        """Move the layers that a measurement finds broken to the next safer casts. All ranks have the same report.
+
+        Later plans, of the schedule or of SNIP, give these layers nothing less safe.
+        """
+        broken = {} if self.fallback is None else report.broken(self.fallback)
+        plan = self.conversion.plan
+        moved = {name: found for name in broken if (found := plan.for_layer(name)) is not None and rung(found) < UNCAST}
+        if not moved:
+            return None
+        self.least |= {name: rung(precision) + 1 for name, precision in moved.items()}
+        self.apply(self._at_least(plan))
+        first, more = next(iter(moved)), f" (and {len(moved) - 1} more)" if len(moved) > 1 else ""
+        to = "FP8 in blocks" if self.least[first] < UNCAST else "no casts"
+        return PlanEvent(self.conversion.plan, f"{first} falls back to {to}, since {broken[first]}{more}", True)
+
+    def _at_least(self, plan: Plan) -> Plan:
+        """Return a plan with the layers that have fallen back on their rung or above."""
+        rules = {}
+        for name, least in self.least.items():
+            precision = plan.for_layer(name)
+            while precision is not None and rung(precision) < least:
+                precision = safer(precision)
+            rules[escape(name)] = precision
+        kept = tuple(rule for rule in plan.layers if rule[0] not in rules)
+        return replace(plan, layers=(*rules.items(), *kept))
 
     def _compile(self, step: int, warm_up: Callable[[], None]) -> None:
         """Compile the blocks that the plan in force needs and no plan before it did."""
@@ -120,6 +161,29 @@ class RunPlans:
         if plan != self.conversion.plan:
             self.conversion.switch(plan)
             self._new = True
+
+
+SAFER = recipe("fp8-block").default or LayerPrecision()
+"""The casts between those of fewer bits or larger groups, and none."""
+
+UNCAST = 2
+
+
+def rung(precision: LayerPrecision) -> int:
+    """Return 0 for casts to less than 8 bits or with a scale per row or tensor, 1 for 8 bits in small groups, 2 for none.
+
+    >>> [rung(recipe(name).default) for name in ("fp4-block", "fp8-current", "fp8-block", "mxfp8", "bf16")]
+    [0, 0, 1, 1, 2]
+    """
+    casts = [cast for operand in OPERANDS for cast in precision.casts_of(operand) if cast is not None]
+    coarse = any(cast.element.bits < 8 or cast.group.kind not in ("tile", "block") for cast in casts)
+    return UNCAST if not casts else 0 if coarse else 1
+
+
+def safer(precision: LayerPrecision) -> LayerPrecision:
+    """Return the casts of the next rung, with the samplings of a precision."""
+    found = SAFER if rung(precision) == 0 else LayerPrecision()
+    return replace(found, sampling=precision.sampling, input_sampling=precision.input_sampling)
 
 
 # Making them ----------------------------------------------------------------------------------------------------------

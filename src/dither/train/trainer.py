@@ -155,7 +155,8 @@ class Trainer:
         self.signals: Signals | None = None
         """Signals that end evaluations, estimates and samples early, and steps after some time, with `Interrupted`."""
         snip = _make_snip(self, planned, say)
-        self.plans = RunPlans(self.conversion, planned, snip, compiled=self.compiled, say=say)
+        fallback = config.monitor.fallback
+        self.plans = RunPlans(self.conversion, planned, snip, compiled=self.compiled, fallback=fallback, say=say)
         self.monitor: Monitor | None = None
         if config.monitor.every:  # the loop reports warnings
             every, optimizer, scaler = config.monitor.every, self.training.optimizer, self.training.scaler
@@ -353,6 +354,7 @@ class Trainer:
         others = {
             "config": config,
             "corpus": self.corpus.sha256,
+            "fallback": self.plans.least,
             "guard": self.guard.state(),
             "loss_ema": self.loss_ema,
             "offset": self.offset,
@@ -376,6 +378,7 @@ class Trainer:
             resumed = unpack(self.model, optimizer, saved, saved.plain, scaler=scaler, stage=self.pipeline is not None)
         if self.plans.snip is not None and others.get("snip") is not None:
             self.plans.snip.load_state_dict(others["snip"])
+        self.plans.least = dict(others["fallback"])
         self.guard.restore(others["guard"])
         self.done, self.offset, self.time = resumed.step, others["offset"], others["time"]
         self.loss_ema = others["loss_ema"]
@@ -430,7 +433,7 @@ def _check_saved(path: Path, plain: Mapping[str, Any], trainer: Trainer) -> dict
     """Return the values of the run in a checkpoint; raise a UserError if they are of another corpus, config or base."""
     config, corpus = trainer.config, trainer.corpus
     others = plain.get("others")
-    kinds = {"config": (str,), "corpus": (str,), "guard": (dict,), "offset": (int,), "time": (float, int)}
+    kinds = {"config": (str,), "corpus": (str,), "fallback": (dict,), "guard": (dict,), "offset": (int,), "time": (float, int)}
     kinds |= {"loss_ema": (float, int, type(None)), "snip": (dict, type(None))}
     if not isinstance(others, dict) or any(type(others.get(key)) not in kind for key, kind in kinds.items()):
         raise UserError(f"The checkpoint {str(path)!r} was not made by `dither train`: it lacks the state of a run.")

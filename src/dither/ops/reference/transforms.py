@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from dither.ops.reference import philox
-from dither.spec import Hadamard
+from dither.spec import Hadamard, registry
 from dither.spec.random import Draw, Stream
 
 WIDEST = 128
@@ -31,19 +31,37 @@ def transform(x: Tensor, turn: Hadamard, axis: int, place: Tensor | None) -> Ten
     v = padded.reshape(padded.shape[0], padded.shape[1] // turn.size, turn.size)
     if turn.signs != "plain":
         v = v * signs(turn, place, x.device)
-    for _ in range(turn.size.bit_length() - 1):
-        v = torch.cat((v[..., ::2] + v[..., 1::2], v[..., ::2] - v[..., 1::2]), dim=2)
-    turned: Tensor = (v * turn.size**-0.5).reshape(padded.shape)
+    if turn.matrix == "hadamard":
+        for _ in range(turn.size.bit_length() - 1):
+            v = torch.cat((v[..., ::2] + v[..., 1::2], v[..., ::2] - v[..., 1::2]), dim=2)
+        v = v * turn.size**-0.5
+    else:
+        v = v @ _matrix(turn, x.device).T
+    turned: Tensor = v.reshape(padded.shape)
     return turned if axis == 1 else turned.T.contiguous()
 
 
 def inverse(x: Tensor, turn: Hadamard, axis: int, place: Tensor | None, length: int) -> Tensor:
     """Return the matrix that `transform` brings to x, with `length` elements along `axis`; H is symmetric."""
-    plain = transform(x, Hadamard(turn.size), axis, None)
+    if turn.matrix == "hadamard":
+        plain = transform(x, Hadamard(turn.size), axis, None)
+    else:
+        lines = x.float() if axis == 1 else x.float().T
+        v = lines.reshape(lines.shape[0], lines.shape[1] // turn.size, turn.size)
+        plain = (v @ _matrix(turn, x.device)).reshape(lines.shape)
+        plain = plain if axis == 1 else plain.T
     if turn.signs != "plain":
         row = signs(turn, place, x.device).repeat(plain.shape[axis] // turn.size)
         plain = plain * (row if axis == 1 else row[:, None])
     return plain.narrow(axis, 0, length)
+
+
+@functools.cache
+def _matrix(turn: Hadamard, device: torch.device) -> Tensor:
+    """Return the matrix of a registered transform."""
+    reference = registry.TRANSFORMS[turn.matrix].reference
+    assert reference is not None
+    return reference(turn.size).to(device)  # type: ignore[no-any-return]
 
 
 def signs(turn: Hadamard, place: Tensor | None, device: torch.device) -> Tensor:
