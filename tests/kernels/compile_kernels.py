@@ -20,7 +20,7 @@ from dither import Cast, Stream
 from dither.ops.reference import adamw as masters
 from dither.ops.reference.adamw import Piece, zero_state
 from dither.ops.reference.sampling import DTYPES
-from dither.ops.triton import adamw, levels, loss, matmul, philox, quantize, rounding, sampling, scales
+from dither.ops.triton import adamw, levels, loss, matmul, philox, quantize, rounding, sampling, scales, transforms
 from dither.ops.triton import loss as loss_codes
 from dither.ops.triton import quantize as transposing
 from dither.ops.triton.quantize_128 import CASTS as IN_SQUARES
@@ -123,6 +123,10 @@ def calls() -> Iterator[str]:
     transposing.transposed(torch.zeros(100, 33))
     scales.tensor_factors(torch.ones(()), Cast.parse("e4m3 tensor"))
     yield "transposed codes and scales, factors of a tensor"
+    for turn, place in (("hadamard(16)", None), ("hadamard(128,redrawn)", moved.step.new_zeros(3))):
+        for axis in (0, 1):
+            transforms.transform(x, Cast.parse(f"mxfp4 nearest {turn}").turn, axis, place)
+        yield turn
     yield from level_calls()
     yield from product_calls()
     yield from sampling_calls()

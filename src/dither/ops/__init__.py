@@ -163,12 +163,13 @@ def quantize(
     (tensor([[ 33, 244]], dtype=torch.uint8), tensor([[2.]]))
     """
     cast, axis, draw = _prepare("quantize", x, cast, axis, stream, step, offset, amax)
-    options, turned, place = (*_draw_arguments(draw), check_backend(backend)), x.detach(), None
+    options, turned, place, text = (*_draw_arguments(draw), check_backend(backend)), x.detach(), None, str(cast)
     if cast.turn.size:
         turned, place = _transformed(turned, cast, axis, stream, step)
-    values, scale, tensor_scale = torch.ops.dither.quantize(turned, str(cast.unturned), axis, amax, "", *options)
+        text = str(cast.unturned)
+    values, scale, tensor_scale = torch.ops.dither.quantize(turned, text, axis, amax, "", *options)
     _check_scales(x, cast, scale, measured=amax is None)
-    scales = (scale if cast.group.kind != "none" else None, tensor_scale if cast.scaling.two_level else None)
+    scales = (scale if cast.group.kind != "none" else None, tensor_scale if tensor_scale.dim() == 0 else None)
     return Quantized(values, scales[0], cast, tuple(x.shape), axis, x.dtype, scales[1], place=place)
 
 

@@ -248,7 +248,7 @@ class Cast:
         scaled = [] if self.granularity == "none" else [self.granularity, self.scale]
         return " ".join([self.format, *scaled, self.rounding, *([self.transform] if self.turn.size else [])])
 
-    @functools.cached_property
+    @property
     def unturned(self) -> "Cast":
         """Return the cast without its transform, for a tensor that has been transformed."""
         return replace(self, transform="none") if self.turn.size else self
