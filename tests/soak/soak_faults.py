@@ -38,7 +38,7 @@ from soak import (
     sha256,
 )
 
-from dither import UserError, checkpoint, cli
+from dither import UserError, checkpoint, cli, run_lock
 from dither.checkpoint import format
 from dither.checkpoint import write as writing
 from dither.data import prepare
@@ -60,6 +60,7 @@ def races(text: Path, folder: Path, count: int) -> list[Score]:
 
     def worker(number: int) -> int:
         to, back = pipes[number][0][0], pipes[number][1][1]
+        run_lock.WAIT = 0.02  # for the losers of every race
         for trial, (kind, _) in enumerate(plan):
             os.read(to, 1)
             out, lock = folder / f"race-{trial}", RunLock(folder / f"race-{trial}")
