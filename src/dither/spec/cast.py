@@ -139,7 +139,8 @@ class Cast:
     granularity: str = "none"
     """The elements that share a scale: none, tensor, row, block(n) or tile(n)."""
     scale: str = "none"
-    """none, fp32, mse, pow2, pow2_ceil, pow2_round, pow2_rtz, nvfp4, four_over_six, static(scale) or delayed(history)."""
+    """none, fp32, mse, quest, pow2, pow2_ceil, pow2_round, pow2_rtz, nvfp4, four_over_six, eden(n), static(scale) or
+    delayed(history)."""
     rounding: str = "nearest"
     """nearest, stochastic(bits), toward_zero, or a registered rule."""
     transform: str = "none"
@@ -192,6 +193,8 @@ class Cast:
                     f"scale='eden(n)' rounds scales of tiles of e2m1 stochastically, with n of 16, 32, 64 or 128: write "
                     f"'e2m1 tile(16) eden(128) stochastic(16)', not {str(self)!r}."
                 )
+        if scale.kind == "quest" and (element.name != "e2m1" or rounding.kind != "nearest"):
+            raise UserError(f"scale='quest' clips where nearest values of e2m1 have the least error: write 'e2m1', not {self}.")
         if scale.kind == "mse" and rounding.kind != "nearest":
             raise UserError(f"scale='mse' lowers the error of rounding to nearest: use it so, not with {self.rounding!r}.")
         if scale.kind == "static" and not 2.0**-126 <= scale.arguments[0] <= 2.0**126:

@@ -242,6 +242,7 @@ for _rule in (
     ScaleRule("pow2_round", about="the power of two nearest to that of fp32", storage="pow2", kernel=True),
     ScaleRule("pow2_rtz", about="that of fp32, rounded down to a power of two", storage="pow2", kernel=True),
     ScaleRule("mse", about="that of fp32 times 1 to 1/2, with the smallest squared error"),
+    ScaleRule("quest", about="a power of two that clips Gaussian values with the least error", storage="pow2", values=True),
     ScaleRule("static", about="the number in brackets, one scale per tensor", arguments=1, kernel=True),
     ScaleRule("four_over_six", about="nvfp4 for 6 or for 4, with the smaller squared error", storage="nvfp4", kernel=True),
     ScaleRule("eden", about="MS-EDEN: nvfp4, corrected per n values and rounded stochastically", arguments=1, storage="nvfp4"),
