@@ -70,6 +70,23 @@ def product(x: Tensor, multiply: Tensor) -> Tensor:
     return torch.where(multiply.isnan(), torch.full_like(x, torch.nan).copysign(x), result)
 
 
+def library_codes(x_BRC: Tensor, cast: Cast, layout: GroupLayout, found: Factors) -> Tensor:
+    """Return the integers that another library makes of float32 `x_BRC`: compressed-tensors (`bf16`), ggml (`q4_0`, `q8_0`).
+
+    Each rounds in its own way: compressed-tensors divides, ties to even; ggml truncates the float32 sum of value and 8.5 in
+    Q4_0, and rounds ties away from zero in Q8_0. Example: -8 to 7 with the scale 1 stay as they are, and 8 becomes 7.
+    """
+    lowest, highest = -(2.0 ** (cast.element.bits - 1)), cast.element.max
+    if cast.scaling.kind == "bf16":
+        codes = torch.div(x_BRC, spread(found.restore, layout)).round()
+    elif cast.scaling.kind == "q4_0":
+        codes = (x_BRC * spread(found.multiply, layout) + 8.5).floor() - 8.0
+    else:
+        size = (x_BRC * spread(found.multiply, layout)).abs()
+        lowest, codes = -highest, (size.floor() + ((size - size.floor()) >= 0.5).float()).copysign(x_BRC)
+    return codes.clamp(lowest, highest) + 0.0  # no -0.0
+
+
 def spread(groups: Tensor, layout: GroupLayout) -> Tensor:
     """Repeat one value per group, [B, P, Q] or [1, 1, 1], to one per element, in the order of x_BRC."""
     groups = groups.expand(layout.batch, -1, -1)
@@ -102,6 +119,9 @@ def factors(
         nvfp4            tensor = tensor_amax / (448 format.max), restore = E4M3(`wider` * amax / format.max / tensor)
         four_over_six    those of nvfp4 with 256 in place of 448, for 6 and 4: see `least_error`
         eden             the same for 6 / EDEN_CLIP, before the correction by `eden_factors`
+        bf16             restore = BF16(amax / half the range of the integers, 7.5 or 127.5); values are divided by it
+        q4_0             d = -value / 8 of the value with the largest magnitude; multiply = 1 / d, restore = FP16(d)
+        q8_0             the same with d = amax / 127
         other rules      restore = their reference of `amax`, or of `values`, the groups' values as [..., n]
 
     A group of zeros has scale 1. A group with NaN or Inf has scale NaN, so that it cannot pass for numbers. Example, e2m1 (emax
@@ -120,6 +140,22 @@ def factors(
         restore = nvfp4_block_scale(_quotient(_quotient(amax, largest), tensor) * wider, nearest)
         restore = torch.where(nothing, 1.0, torch.where(lost, torch.nan, restore))
         multiply = _quotient(_quotient(1.0, tensor), restore)
+    elif scale.kind == "bf16":
+        half = 2.0 ** (format.bits - 1) - 0.5
+        restore = rounding.round_values(_quotient(amax, half), TABLE["bf16"], Rounding("nearest"), True, None).clamp(
+            min=SMALLEST
+        )
+        restore = torch.where(nothing, 1.0, torch.where(lost, torch.nan, restore))
+        multiply = _quotient(1.0, restore)
+    elif scale.kind in ("q4_0", "q8_0"):
+        d = _quotient(amax, 127.0)
+        if scale.kind == "q4_0":
+            assert values is not None
+            d = values.gather(-1, values.abs().argmax(-1, keepdim=True))[..., 0] * -0.125
+        restore = rounding.round_values(d, TABLE["fp16"], Rounding("nearest"), True, None)
+        restore = torch.where(lost, torch.nan, restore)
+        multiply = torch.where(nothing, 0.0, _quotient(1.0, d).clamp(-LARGEST_FACTOR, LARGEST_FACTOR))
+        multiply = torch.where(lost, torch.nan, multiply)
     elif scale.kind == "static":
         restore = torch.full_like(amax, scale.arguments[0])
         multiply = _quotient(1.0, restore)
