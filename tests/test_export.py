@@ -421,7 +421,7 @@ def test_the_check_finds_a_wrong_scale(tmp_path, monkeypatch):
         return {**tensors, block_name: tensors[block_name] * 1.01}
 
     monkeypatch.setattr(WeightFormat, "tensors", wrong)
-    with pytest.raises(UserError, match="transformers reads other numbers of 'model.layers.0"):
+    with pytest.raises(UserError, match=r"transformers reads other numbers of 'model\.layers\.0"):
         dither.export(trained("llama"), tmp_path / "out", format="fp8-dynamic", check=True)
     assert list(tmp_path.iterdir()) == []
 

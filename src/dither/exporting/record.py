@@ -118,8 +118,9 @@ class Export:
             lines.append(f"  held-out loss {self.loss_before:.4f} -> {self.loss_after:.4f} nats per token ({change:+.4f})")
         if self.check is not None:
             apart, largest = f"{self.check.difference:.2g}", f"{self.check.largest:.3g}"
+            weights = f"{self.check.weights:,} weights are equal"
             lines.append(
-                f"  checked with transformers: {self.check.weights:,} weights are equal, logits differ by at most {apart}, and the largest is {largest}"
+                f"  checked with transformers: {weights}, logits differ by at most {apart}, and the largest is {largest}"
             )
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
@@ -189,10 +190,10 @@ def check_difference(difference: float, largest: float, what: str, other: str) -
 
 
 def _equal_weights(theirs: Any, ours: Any) -> int:
-    """Return the number of weights in two models; raise unless all of them are equal."""
+    """Return the number of weights in two models; raise unless all numbers are equal (GGUF's MXFP4 drops the sign of zeros)."""
     found, weights = theirs.state_dict(), 0
-    for name, tensor in getattr(ours, "hf", ours).state_dict().items():
-        if name not in found or not torch.equal(found[name].float().cpu(), tensor.float().cpu()):
+    for name, tensor in getattr(ours, "hf", ours).named_parameters():
+        if name not in found or not torch.equal(found[name].float().cpu(), tensor.detach().float().cpu()):
             raise UserError(
                 f"transformers reads other numbers of {name!r} than those of our codes: nothing was written; this is a defect, "
                 "please report it."
@@ -278,8 +279,9 @@ def _made(record: Export, plan: Plan | None) -> list[str]:
     if record.check is not None:
         by = ", ".join(f"{name} {version}" for name, version in record.check.versions.items())
         lines += [
-            f"Checked with {by}: all {record.check.weights:,} weights are equal, and over {record.check.tokens} tokens the logits differ by at most {record.check.difference:.2g} "
-            f"from those of the dequantized model, whose largest logit is {record.check.largest:.3g}.",
+            f"Checked with {by}: all {record.check.weights:,} weights are equal to those of the dequantized model, and over "
+            f"{record.check.tokens} tokens the logits differ by at most {record.check.difference:.2g}; the largest is "
+            f"{record.check.largest:.3g}.",
             "",
         ]
     lines += [f"{note}\n" for note in record.notes]
