@@ -586,7 +586,7 @@ def test_casts_of_other_libraries_follow_their_definitions(name, kind, size):
 
 @pytest.mark.parametrize("name", ["int4-g32", "q4_0", "q8_0"])
 def test_casts_of_other_libraries_refuse_what_is_not_finite(name):
-    with pytest.raises(dither.UserError, match="NaN|Inf"):
+    with pytest.raises(dither.UserError, match=r"NaN|Inf"):
         dither.quantize(torch.tensor([1.0, math.nan]), name)
     assert dither.quantize(torch.zeros(3, 40), name).dequantize().abs().max() == 0  # a ragged edge
     assert dither.quantize(torch.zeros(0, 40), name).bits == 0

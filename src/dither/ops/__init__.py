@@ -4,10 +4,10 @@ These functions check their arguments. The operators that they call (`torch.ops.
 them again.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import math
 import torch
 from torch import Tensor
 

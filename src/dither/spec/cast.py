@@ -239,8 +239,8 @@ class Cast:
     def parse(cls, text: str) -> "Cast":
         """Parse a cast: `format [granularity [scale]] [rounding] [transform]`, or `name [rounding] [transform]`.
 
-        Names are `mxfp8`, `mxfp6`, `mxfp4`, `nvfp4`, `int4-g32`, `int4-g128`, `q4_0` and `q8_0`. The default scale of a granularity is `fp32`. A stochastic MX cast has
-        the scale `pow2_ceil`, because clipping would bias it.
+        Names are `mxfp8`, `mxfp6`, `mxfp4`, `nvfp4`, `int4-g32`, `int4-g128`, `q4_0` and `q8_0`. The default scale
+        of a granularity is `fp32`. A stochastic MX cast has the scale `pow2_ceil`, because clipping would bias it.
 
         >>> print(Cast.parse("mxfp4 stochastic(16)"))
         e2m1 tile(32) pow2_ceil stochastic(16)

@@ -286,8 +286,8 @@ class Batch:
         _store(piece.v, piece.v_scale, v, update, False, None if random is None else random * ODD_FACTOR & 0xFFFF)
 
 
-PART = 1 << 15
-"""Elements of a piece per thread that are updated at a time: all of their numbers then stay in the cache of a CPU."""
+PART = 1 << 16
+"""Elements of a piece per thread that are updated at a time: few enough for a cache, and calls of torch cost little."""
 
 SMALL = 1 << 12
 """The most elements of a piece that is updated together with others."""
