@@ -244,6 +244,7 @@ for _rule in (
     ScaleRule("pow2_round", about="the power of two nearest to that of fp32", storage="pow2", kernel=True),
     ScaleRule("pow2_rtz", about="that of fp32, rounded down to a power of two", storage="pow2", kernel=True),
     ScaleRule("mse", about="that of fp32 times 1 to 1/2, with the smallest squared error"),
+    ScaleRule("quest", about="a power of two that clips Gaussian values with the least error", storage="pow2", values=True),
     ScaleRule("bf16", about="compressed-tensors' integers: largest magnitude / half the range, in bfloat16", exported_bits=16),
     ScaleRule("q4_0", about="llama.cpp: largest magnitude to -8, with its sign, in float16", values=True, exported_bits=16),
     ScaleRule("q8_0", about="llama.cpp: largest magnitude / 127, in float16", exported_bits=16),
