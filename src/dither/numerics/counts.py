@@ -272,8 +272,21 @@ def gradient_margin(one: Iterable[Tensor], other: Iterable[Tensor]) -> float:
     >>> round(gradient_margin([torch.tensor([3.0, 4.0])], [torch.tensor([3.0, 5.0])]), 2)
     7.62
     """
-    shared = noise = 0.0
-    for g, h in zip(one, other, strict=True):
-        shared += (g.double() * h.double()).sum().item()
-        noise += (g.double() - h.double()).square().sum().item() / 2
+    shared, noise = gradient_sums(one, other).tolist()
+    return margin_of(shared, noise)
+
+
+def gradient_sums(one: Iterable[Tensor], other: Iterable[Tensor]) -> Tensor:
+    """Return <g, g'> and |g - g'|^2 / 2 of two gradients, float64[2] on their device."""
+    pairs = [(g.double(), h.double()) for g, h in zip(one, other, strict=True)]
+    sums = [torch.stack([(g * h).sum(), (g - h).square().sum() / 2]) for g, h in pairs]
+    return torch.stack(sums).sum(0)
+
+
+def margin_of(shared: float, noise: float) -> float:
+    """Return the margin from the sums of `gradient_sums`; infinite without noise.
+
+    >>> margin_of(9.0, 1.0), margin_of(-2.0, 1.0), margin_of(4.0, 0.0)
+    (3.0, 0.0, inf)
+    """
     return math.sqrt(max(shared, 0.0) / noise) if noise else math.inf

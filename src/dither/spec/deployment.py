@@ -46,8 +46,13 @@ DEPLOYMENTS: Mapping[str, Deployment] = MappingProxyType(
     {
         each.name: each
         for each in (
+            _entry("gguf-q4_0", "q4_0", None, (1, 32)),
+            _entry("gguf-mxfp4", "mxfp4", None, (1, 32)),
+            _entry("gguf-q8_0", "q8_0", None, (1, 32)),
+            _entry("int4-g128", "int4-g128", None, (1, 128)),
             _entry("mxfp4", "mxfp4", None, (1, 32)),
             _entry("nvfp4", "nvfp4", None, (1, 16), "transformers does not read the tensor scales of NVFP4 experts"),
+            _entry("int4-g32", "int4-g32", None, (1, 32)),
             _entry("mxfp8", "mxfp8", "mxfp8", (1, 32), EXPERT_FP8),
             _entry("int8", "int8 row", "int8 row", (16, 16), "transformers reads packed integers of experts only"),
             _entry("fp8-dynamic", "e4m3 row", "e4m3 row", (16, 16)),
