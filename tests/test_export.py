@@ -18,7 +18,7 @@ from dither.checkpoint.format import read_header
 from dither.data import BYTES, Tokenizer, train_bpe
 from dither.exporting import FORMATS
 from dither.exporting.formats import format_of
-from dither.exporting.gguf import _mxfp4
+from dither.exporting.gguf import _blocks
 from dither.exporting.record import load
 from dither.models import LlamaConfig, build, generate, hf, load_pretrained, open_model, save_pretrained
 from dither.models.open import Opened, load_weights
@@ -56,6 +56,7 @@ def test_transformers_loads_the_logits_of_the_dequantized_model(kind, format, tm
     if format in QUANTIZED:
         assert "lm_head" in {layer.name for layer in record.kept}
         assert record.bytes < 2 * record.parameters
+    assert record.check.weights == record.parameters
 
 
 @pytest.mark.parametrize("format", ["bf16", "fp16"])
@@ -69,7 +70,11 @@ def test_gpt2_is_exported_in_16_bits_and_refused_in_few(format, tmp_path):
 def by_hand(tensors, layer, format):
     """The weight of a layer, from its tensors alone: the table of formats in docs/export.md."""
     parts = {name.removeprefix(f"{layer}."): tensor for name, tensor in tensors.items() if name.startswith(f"{layer}.")}
-    if "weight_packed" in parts:
+    if format.startswith("int4"):
+        codes = parts["weight_packed"][..., None] >> torch.arange(0, 32, 4) & 15
+        numbers = codes.flatten(1).float() - 8
+        assert parts["weight_shape"].tolist() == list(numbers.shape)
+    elif "weight_packed" in parts:
         values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
         packed = parts["weight_packed"].long()
         numbers = torch.stack((values[packed & 15], values[packed >> 4]), -1).flatten(1)
@@ -89,7 +94,9 @@ def test_the_tensors_stand_for_the_weights_that_our_casts_give(format, tmp_path)
     tensors = read(tmp_path / "out")
     for layer in ("model.layers.0.mlp.down_proj", "model.layers.0.self_attn.o_proj"):  # not fused with others
         weight = model.get_parameter(f"{layer}.weight").detach()
-        torch.testing.assert_close(by_hand(tensors, layer, format), dither.fake_quantize(weight, FORMATS[format].cast))
+        torch.testing.assert_close(
+            by_hand(tensors, layer, format), dither.fake_quantize(weight, FORMATS[format].deployment.cast)
+        )
 
 
 def test_fused_layers_share_the_tensor_scale_of_nvfp4(tmp_path):
@@ -257,6 +264,7 @@ EXPERTS = {
     "in four bits": (("*.experts.*", "mxfp4"), {"mxfp4", "fp8-block"}),
     "in rows": (("*.experts.*", "e4m3 row"), {"fp8-dynamic", "fp8-block"}),
     "in tensors": (("*.experts.*", "nvfp4"), {"bf16", "fp8-block"}),
+    "in integers": (("*.experts.*", "int4-g32"), {"int4-g32", "fp8-block"}),
 }
 
 
@@ -265,7 +273,7 @@ EXPERTS = {
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
 def test_auto_writes_mixtures_that_transformers_loads(kind, case, tmp_path, caplog):
     changed, formats = EXPERTS[case]
-    default = LayerPrecision(weight=FORMATS["fp8-block"].cast)
+    default = LayerPrecision(weight=FORMATS["fp8-block"].deployment.cast)
     rules = () if changed is None else ((changed[0], LayerPrecision(weight=Cast.parse(changed[1]))),)
     plan = None if changed is None else Plan(layers=rules, default=default)
     record = dither.export(trained(kind), tmp_path / "out", format="auto", plan=plan, check=True)
@@ -277,7 +285,7 @@ def test_auto_writes_mixtures_that_transformers_loads(kind, case, tmp_path, capl
 
 
 def test_every_format_is_its_own_in_a_plan():
-    assert all(format_of(each.cast) == name for name, each in FORMATS.items())
+    assert all(format_of(each.deployment.cast) == name for name, each in FORMATS.items())
 
 
 # Files --------------------------------------------------------------------------------------------------------------------
@@ -363,7 +371,7 @@ def changed(value):
 
 
 MISTAKES = {
-    "format": (lambda: (ragged(), {"format": "int4"}), "no export format 'int4' .*did you mean 'int8'"),
+    "format": (lambda: (ragged(), {"format": "int4"}), "no export format 'int4' .*did you mean"),
     "engine": (lambda: (ragged(), {"engine": "sglang"}), "engine is 'any' or 'vllm', not 'sglang'"),
     "size": (lambda: (ragged(), {"max_shard_size": "many"}), "such as 5GB or 500MB, not 'many'"),
     "architecture": (lambda: (torch.nn.Sequential(torch.nn.Linear(4, 4)), {}), "causal language model .* not Sequential"),
@@ -413,7 +421,7 @@ def test_the_check_finds_a_wrong_scale(tmp_path, monkeypatch):
         return {**tensors, block_name: tensors[block_name] * 1.01}
 
     monkeypatch.setattr(WeightFormat, "tensors", wrong)
-    with pytest.raises(UserError, match="logits of the exported folder differ"):
+    with pytest.raises(UserError, match=r"transformers reads other numbers of 'model\.layers\.0"):
         dither.export(trained("llama"), tmp_path / "out", format="fp8-dynamic", check=True)
     assert list(tmp_path.iterdir()) == []
 
@@ -431,7 +439,7 @@ def test_few_bits_are_not_exported_again(tmp_path, capsys):
 
 gguf = Lazy("gguf")
 
-KINDS = {"gguf-f16": "F16", "gguf-q8_0": "Q8_0", "gguf-mxfp4": "MXFP4"}
+KINDS = {"gguf-f16": "F16", "gguf-q8_0": "Q8_0", "gguf-q4_0": "Q4_0", "gguf-mxfp4": "MXFP4"}
 
 
 def fields_of(path):
@@ -509,11 +517,23 @@ def test_metadata_and_types_are_those_of_llama_cpp(tmp_path):
     assert "output.weight" not in types  # tied
 
 
-def test_mxfp4_has_the_numbers_of_our_cast():
-    weight = torch.randn(8, 96, generator=torch.Generator().manual_seed(0))
-    weight[0, :32] = 0
-    numbers = gguf.quants.dequantize(_mxfp4(weight), gguf.GGMLQuantizationType.MXFP4)
-    assert torch.equal(torch.from_numpy(numbers), dither.fake_quantize(weight, "mxfp4"))
+def hard_weights():
+    """Weights whose groups are zero, negative or tied, or have float16 scales that are subnormal or zero."""
+    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
+    weight[0, :32], weight[0, 32:64], weight[1] = 0.0, -0.0, -weight[1].abs()
+    weight[2], weight[3] = weight[2] * 2.0**-16, weight[3] * 2.0**-30
+    weight[4] = torch.arange(-48, 48) / 4
+    weight[5], weight[6:] = -weight[4], weight[6:].bfloat16().float()
+    return weight
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "MXFP4"])
+def test_blocks_are_those_of_the_package_gguf(kind):
+    weight, type = hard_weights(), gguf.GGMLQuantizationType[kind]
+    codes = dither.quantize(weight, kind.lower())
+    assert np.array_equal(gguf.quants.dequantize(_blocks(codes), type), codes.dequantize().numpy())
+    if kind != "MXFP4":  # whose scales in the package differ from those of OCP
+        assert np.array_equal(_blocks(codes), gguf.quants.quantize(weight.numpy(), type))
 
 
 def test_inputs_that_do_not_fill_a_block_stay_in_f16(tmp_path):
