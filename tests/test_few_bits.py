@@ -77,6 +77,15 @@ def int8(rows, columns):
     return {"weight": torch.randint(-127, 128, (rows, columns), dtype=torch.int8), "weight_scale": torch.rand(rows, 1) * 1e-3}
 
 
+def int4(size):
+    def tensors(rows, columns):
+        words = torch.randint(-(2**31), 2**31, (rows, columns // 8)).to(torch.int32)
+        scale = ((torch.rand(rows, columns // size) + 0.5) * 2.0**-7).bfloat16()
+        return {"weight_packed": words, "weight_scale": scale, "weight_shape": torch.tensor([rows, columns])}
+
+    return tensors
+
+
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 E4M3 = {"num_bits": 8, "type": "float"}
 E2M1 = {"num_bits": 4, "type": "float"}
@@ -106,6 +115,7 @@ LAYOUTS = {
         # transformers decodes to BF16, which holds 6 bits times a power of two.
         fp4(16, torch.float8_e4m3fn, weight_global_scale=torch.tensor([2.0**15])),
     ),
+    "int4": (LLAMA, group("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32), int4(32)),
     "gpt-oss": (
         OSS,
         {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "router", "embed_tokens", "lm_head"]},

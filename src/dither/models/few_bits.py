@@ -3,7 +3,7 @@
     quant_method          tensors of a weight [N, K]
     fp8                   weight E4M3, weight_scale_inv [N/128, K/128]                    DeepSeek, Qwen
     mxfp4                 *_blocks [experts, N, K/32, 16], *_scales [experts, N, K/32]    gpt-oss
-    compressed-tensors    weight or weight_packed, weight_scale, weight_global_scale      FP8, INT8, MXFP8, MXFP4, NVFP4
+    compressed-tensors    weight or weight_packed, weight_scale, weight_global_scale      FP8, INT8, INT4, MXFP8, MXFP4, NVFP4
 
 The tensors of a layer say how it is stored. The config says what tensors do not show, such as scales of inputs. Whatever a cast
 of Dither does not express exactly is refused by a sentence with the file and the field.
@@ -125,13 +125,16 @@ class Codes:
         exact = scale.dtype in WIDER if wanted == torch.float32 else scale.dtype in (wanted, E8M0.get(wanted))
         if not exact:
             raise UserError(_dtype_refused(shards, self.scale, scale.dtype, wanted))
+        if codes.dtype == torch.int32:  # integers plus half of their range
+            codes = codes.view(torch.uint8).bitwise_xor_(0x88 if self.cast.element.bits == 4 else 0x80)
         for name, tensor, expected in ((self.codes, codes, values), (self.scale, scale, scales)):
             if tensor.numel() != expected.numel():
                 raise UserError(
                     f"The tensor {name!r} of {shards.folder} has the shape {list(tensor.shape)}, and a weight {list(shape)} in "
                     f"{self.cast.format} {self.cast.granularity} has {list(expected.shape)}."
                 )
-        placed = torch.empty_strided(scales.shape, scales.stride(), dtype=scales.dtype, device=device)
+        kept = scale.dtype if wanted == torch.float32 else wanted  # 16 bits stay 16 bits
+        placed = torch.empty_strided(scales.shape, scales.stride(), dtype=kept, device=device)
         if wanted == torch.float32:
             placed.copy_(scale.reshape(scales.shape))
         else:
@@ -271,10 +274,12 @@ class Reader:
         stem, entry = weight.removesuffix(".weight"), self.shards.entry
         packed, scale, inverse = f"{stem}.weight_packed", f"{stem}.weight_scale", f"{stem}.weight_scale_inv"
         if (codes := entry(packed)) is not None:
-            if codes.dtype != torch.uint8:
-                raise UserError(self._unsupported(packed, "and packed codes are read in uint8"))
             if entry(scale) is None:
                 raise UserError(f"{self.shards.folder} has {packed!r}, and no {scale!r}.")
+            if codes.dtype == torch.int32:
+                return self._integers(stem, shape)
+            if codes.dtype != torch.uint8:
+                raise UserError(self._unsupported(packed, "and packed codes are read in uint8 and int32"))
             if entry(f"{stem}.weight_global_scale") is not None:
                 return Codes(packed, scale, Cast.parse("nvfp4"), f"{stem}.weight_global_scale")
             return Codes(packed, scale, Cast.parse("mxfp4"))
@@ -301,6 +306,22 @@ class Reader:
         else:
             raise UserError(self._unsupported(scale, f"and a weight {list(shape)} has no such scales in {self.config.name}"))
         return Codes(weight, scale, Cast.parse(f"{element} {kind}"))
+
+    def _integers(self, stem: str, shape: tuple[int, int]) -> Codes:
+        """Return the codes of a weight whose integers are in words of 32 bits."""
+        packed, scale = f"{stem}.weight_packed", f"{stem}.weight_scale"
+        if self.shards.entry(f"{stem}.weight_shape") is not None and self.shards.read(f"{stem}.weight_shape").tolist() != [
+            *shape
+        ]:
+            raise UserError(f"The tensor '{stem}.weight_shape' of {self.shards.folder} has another shape than {list(shape)}.")
+        bits = {shape[1] // 8: 4, shape[1] // 4: 8}.get(self.shards.tensors[packed][1].shape[-1], 0) if shape[1] % 8 == 0 else 0
+        entry = self.shards.tensors[scale][1]
+        groups = entry.shape[-1] if entry.shape[:1] == shape[:1] and len(entry.shape) == 2 else 0
+        size = shape[1] // groups if groups and shape[1] % groups == 0 else 0
+        if not bits or (size not in (32, 64, 128) and groups != 1):
+            raise UserError(self._unsupported(scale, f"and integers of {list(shape)} are read in 4 or 8 bits, rows or groups"))
+        kind = "row" if groups == 1 else f"tile({size}) bf16" if entry.dtype == torch.bfloat16 else f"tile({size})"
+        return Codes(packed, scale, Cast.parse(f"int{bits} {kind}"))
 
     def _unsupported(self, name: str, why: str) -> str:
         path, entry = self.shards.tensors[name]

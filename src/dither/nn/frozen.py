@@ -135,7 +135,10 @@ class FrozenLinear(Linear):
         return sum(buffer.nbytes for name in BUFFERS if (buffer := self._buffers[name]) is not None)
 
     def _codes(self) -> Codes:
-        return Codes(self.weight_codes, self.weight_scale, self.weight_tensor_scale)
+        scale = self.weight_scale
+        if scale is not None and scale.dtype in (torch.bfloat16, torch.float16):  # of a file; products read float32
+            scale = scale.float()
+        return Codes(self.weight_codes, scale, self.weight_tensor_scale)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the numbers of the codes as an ordinary tensor."""
