@@ -15,8 +15,7 @@ from torch import Tensor
 from dither.data.text import first_line
 from dither.errors import UserError
 from dither.evaluate.held_out import evaluating
-from dither.models.folder_files import CONFIG, read_json
-from dither.models.transformers_models import from_transformers, hf
+from dither.models.transformers_models import from_transformers, loaded, plain_copy
 from dither.spec import Plan
 
 
@@ -157,9 +156,21 @@ def load(place: Path, config: Mapping[str, Any] | None = None) -> Any:
         options = {"config": settings, "gguf_file": place.name, "dtype": torch.float32, "trust_remote_code": False}
         read = transformers.AutoModelForCausalLM.from_pretrained
         return from_transformers(place, lambda: read(place.parent, **options)).eval()
-    if (read_json(place / CONFIG).get("quantization_config") or {}).get("quant_method") == "compressed-tensors":
+    from transformers import AutoConfig
+
+    settings = AutoConfig.from_pretrained(place, trust_remote_code=False)
+    quantization: Any = getattr(settings, "quantization_config", None) or {}
+    method = quantization.get("quant_method")
+    if method == "fp8":
+        quantization["dequantize"] = True
+    elif method == "compressed-tensors":
         require("compressed_tensors", "--check of this format")
-    return hf(place, dtype=torch.float32).hf.eval()
+        for group in quantization.get("config_groups", {}).values():
+            group["input_activations"] = None
+    model = loaded(str(place), config=settings, dtype=torch.float32)
+    if method == "compressed-tensors":  # transformers 5.23 dequantizes all layers by the first of several formats
+        from_transformers(place, lambda: model.hf_quantizer.compressor.decompress_model(model=model))
+    return (plain_copy(model, torch.float32) if quantization else model).eval()
 
 
 def sample_tokens(model: Any, vocab_size: int) -> Tensor:
