@@ -1,4 +1,4 @@
-"""Roles of parameters in Adam-mini: which rows of a parameter share a second moment.
+"""Roles of parameters: in Adam-mini, which rows of a parameter share a second moment; in Muon, which parameters are matrices.
 
 Adam-mini (Zhang et al., 2024) has one second moment per head of a query or key projection, per output row of every other
 matrix, per token of an embedding or output matrix, and one per norm or bias. Roles come from the model's type; names alone
@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from dither.errors import UserError
-from dither.nn.bitwidths import sampling_parameters
+from dither.nn.bitwidths import param_groups, sampling_parameters
+from dither.nn.sites import find_sites, output_layers
 
 
 @dataclass(frozen=True)
@@ -124,3 +125,53 @@ def role_of(roles: Mapping[str, Role], name: str) -> Role:
             f"Role.rows_each(1); known are {', '.join(list(roles)[:5])}{', ...' if len(roles) > 5 else ''}."
         )
     return roles[name]
+
+
+def muon_groups(
+    model: nn.Module,
+    *,
+    weight_decay: float = 0.1,
+    lr: float | None = None,
+    embedding_lr: float | None = None,
+    output_lr: float | None = None,
+    adamw_decay: float | None = None,
+) -> list[dict[str, Any]]:
+    """Return parameter groups for `Muon`: hidden matrices, then AdamW's: embeddings, the output layer, the rest, bitwidths.
+
+    Args:
+        model: The model. Its output layer is the one that `convert` does not cast by default.
+        weight_decay: Weight decay of the hidden matrices.
+        lr, embedding_lr, output_lr: Learning rates of the hidden matrices, embeddings and output layer; by default the
+            optimizer's. A tied output layer is an embedding.
+        adamw_decay: Weight decay of embeddings and the output layer; by default `weight_decay`.
+
+    >>> model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16))
+    >>> for group in muon_groups(model, embedding_lr=0.2):
+    ...     print([name for name, _ in group["params"]], group["use_muon"], group.get("lr"))
+    ['1.weight'] True None
+    ['0.weight'] False 0.2
+    ['2.weight'] False None
+    ['1.bias', '2.bias'] False None
+    """
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    outputs = {id(getattr(model.get_submodule(name), "weight", None)) for name in output_layers(model, find_sites(model))}
+    first, *rest = param_groups(model, weight_decay=weight_decay)
+    sets: list[list[Any]] = [[], [], [], []]
+    matrices = first["params"] if any(parameter.dim() >= 2 for _, parameter in first["params"]) else []
+    for pair in matrices:
+        parameter = pair[1]
+        hidden = 3 if parameter.dim() > 3 else 0  # kernels of convolutions are AdamW's
+        sets[1 if id(parameter) in embeddings else 2 if id(parameter) in outputs else hidden].append(pair)
+    if not sets[0]:
+        raise UserError(
+            f"{type(model).__name__} has no trainable matrices beside embeddings and its output layer, so there is nothing for "
+            "Muon to orthogonalize: use AdamW."
+        )
+    decay = weight_decay if adamw_decay is None else adamw_decay
+    groups = [
+        {"params": pairs, "weight_decay": decay if number else weight_decay, "use_muon": not number}
+        | ({} if rate is None else {"lr": rate})
+        for number, (pairs, rate) in enumerate(zip(sets, (lr, embedding_lr, output_lr, None), strict=True))
+        if pairs
+    ]
+    return groups + [group | {"use_muon": False} for group in rest]
