@@ -708,7 +708,8 @@ class Muon(AdamW):
     """Muon (Jordan et al., 2024): orthogonalized momentum for matrices, and AdamW for other parameters, in one optimizer.
 
     Groups with use_muon=True, the default, hold matrices [rows, columns] or experts [experts, rows, columns]; those with
-    use_muon=False are AdamW's. `muon_groups(model)` makes both. The arguments are those of `torch.optim.Muon`; storage, clipping
+    use_muon=False are AdamW's, and transposed=True says that matrices are [inputs, outputs], as GPT-2's. `muon_groups(model)`
+    makes all of them. The arguments are those of `torch.optim.Muon`; storage, clipping
     and everything else are `AdamW`'s.
 
     >>> import dither, torch
@@ -756,10 +757,11 @@ class Muon(AdamW):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
             "ns_dtype": ns_dtype,
+            "transposed": False,
         }
         super().__init__(params, lr, betas, eps, weight_decay, **options)
         if not any(group["use_muon"] for group in self.param_groups):
-            raise UserError("No group of Muon has use_muon=True, so there is no matrix to orthogonalize: use dither.optim.AdamW.")
+            raise UserError("No group of Muon has use_muon=True, so there is nothing to orthogonalize: use dither.optim.AdamW.")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of matrices, or with use_muon=False of other parameters."""

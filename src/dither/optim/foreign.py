@@ -59,8 +59,8 @@ def loaded(saved: Mapping[str, Any], member: Member) -> State:
     """Return another library's state of a parameter in the member's format. The next step creates master weights if needed."""
     if member.muon:
         raise UserError(
-            f"The state is that of another library's optimizer, and {member.name!r} is one of Muon's matrices here: load a state "
-            "that dither.optim.Muon saved."
+            f"The state is that of another library's optimizer, and {member.name!r} is one of Muon's matrices here: load a "
+            "state that dither.optim.Muon saved."
         )
     for key, theirs in saved.items():
         if isinstance(theirs, Tensor) and key in ("exp_avg", "exp_avg_sq", "state1"):

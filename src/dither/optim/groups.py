@@ -36,7 +36,7 @@ NUMBERS = ("lr", "betas", "eps", "weight_decay", "momentum")
 IMPLEMENTATIONS = ("foreach", "fused", "capturable")
 """torch's choices of implementation. They have no effect here: there is one implementation."""
 
-MUON = ("nesterov", "ns_coefficients", "ns_steps", "ns_dtype", "adjust_lr_fn")
+MUON = ("nesterov", "ns_coefficients", "ns_steps", "ns_dtype", "adjust_lr_fn", "transposed")
 """Options of Muon's groups beside `use_muon` and numbers."""
 
 WATCHED = (*MEANING, *MUON, "maximize", "amsgrad", "differentiable", "bf16_stochastic_round")
@@ -75,6 +75,8 @@ class Member:
         if not self.muon:
             return 1.0
         rows, columns = self.parameter.shape[-2:]
+        if self.group["transposed"]:
+            rows, columns = columns, rows
         if self.group["adjust_lr_fn"] == "match_rms_adamw":
             return 0.2 * math.sqrt(max(rows, columns))
         return math.sqrt(max(1, rows / columns))
@@ -278,7 +280,7 @@ def check_group(group: Mapping[str, Any], *, wait: bool = True) -> None:
 
 def check_muon(group: Mapping[str, Any]) -> None:
     """Raise if an option of Muon is invalid."""
-    for key in ("use_muon", "nesterov"):
+    for key in ("use_muon", "nesterov", "transposed"):
         if not isinstance(group[key], bool):
             raise UserError(f"{key} is True or False, not {group[key]!r}.")
     if group["adjust_lr_fn"] not in (None, *ADJUST_LR):

@@ -1,4 +1,4 @@
-"""Muon's orthogonalization (Jordan et al., 2024): Newton-Schulz iterations of whole matrices, shared by the ranks that hold parts.
+"""Muon's orthogonalization (Jordan et al., 2024): Newton-Schulz iterations of whole matrices, which ranks share.
 
 An iteration keeps the singular vectors of a matrix X and brings its singular values towards 1:
 
@@ -26,7 +26,7 @@ def orthogonalize(
 ) -> Tensor:
     """Return the matrices [..., rows, columns] with singular values near 1, in `dtype`.
 
-    In bfloat16, each product is summed in float32 and rounded once. A CPU multiplies float32 copies, which is much faster there.
+    In bfloat16, each product is summed in float32 and rounded once. A CPU multiplies float32 copies, which is faster there.
 
     >>> u = torch.diag(torch.tensor([3.0, 1.0]))
     >>> orthogonalize(u, (1.5, -0.5, 0.0), 30, 1e-7, torch.float32)
@@ -56,10 +56,10 @@ def orthogonalize(
 
 
 def orthogonalize_members(members: Sequence[Member], parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return the parts [rows, columns] that this rank holds of the members' orthogonalized directions, given its parts of these.
+    """Return this rank's parts [rows, columns] of the members' orthogonalized directions, given its parts of the directions.
 
-    The ranks of a mesh take turns: each gathers and orthogonalizes every n-th matrix and sends it to the other n - 1 along the
-    mesh's longest dimension.
+    The n ranks along a mesh's longest dimension take turns: each orthogonalizes every n-th matrix, which all of them gather,
+    and sends it to the others.
     """
     found = list(parts)
     meshes: dict[Any, list[int]] = {}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dither.errors import UserError
 from dither.nn.bitwidths import param_groups, sampling_parameters
-from dither.nn.sites import find_sites, output_layers
+from dither.nn.sites import find_sites, is_transposed, output_layers
 
 
 @dataclass(frozen=True)
@@ -153,25 +153,32 @@ def muon_groups(
     ['2.weight'] False None
     ['1.bias', '2.bias'] False None
     """
+    sites = find_sites(model)
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    outputs = {id(getattr(model.get_submodule(name), "weight", None)) for name in output_layers(model, find_sites(model))}
-    first, *rest = param_groups(model, weight_decay=weight_decay)
-    sets: list[list[Any]] = [[], [], [], []]
-    matrices = first["params"] if any(parameter.dim() >= 2 for _, parameter in first["params"]) else []
-    for pair in matrices:
-        parameter = pair[1]
-        hidden = 3 if parameter.dim() > 3 else 0  # kernels of convolutions are AdamW's
-        sets[1 if id(parameter) in embeddings else 2 if id(parameter) in outputs else hidden].append(pair)
-    if not sets[0]:
+    outputs = {id(getattr(model.get_submodule(name), "weight", None)) for name in output_layers(model, sites)}
+    across = {f"{site.name}.weight" for site in sites if not site.parameter and is_transposed(site.module)}
+    across |= {site.name for site in sites if site.parameter and getattr(site.module, "is_transposed", False)}
+    decay = weight_decay if adamw_decay is None else adamw_decay
+    hidden: dict[str, Any] = {"weight_decay": weight_decay, "use_muon": True} | ({} if lr is None else {"lr": lr})
+    groups: dict[str, dict[str, Any]] = {
+        "hidden": hidden,
+        "across": hidden | {"transposed": True},
+        "embedding": {"weight_decay": decay, "use_muon": False} | ({} if embedding_lr is None else {"lr": embedding_lr}),
+        "output": {"weight_decay": decay, "use_muon": False} | ({} if output_lr is None else {"lr": output_lr}),
+        "other": {"weight_decay": decay, "use_muon": False},
+    }
+    given = param_groups(model, weight_decay=weight_decay)
+    matrices = given.pop(0)["params"] if given and given[0]["params"][0][1].dim() >= 2 else []
+    found: dict[str, list[Any]] = {role: [] for role in groups}
+    for name, parameter in matrices:
+        role = "embedding" if id(parameter) in embeddings else "output" if id(parameter) in outputs else "hidden"
+        if role == "hidden" and (parameter.dim() > 3 or name in across):
+            role = "across" if name in across else "other"  # kernels of convolutions
+        found[role].append((name, parameter))
+    if not found["hidden"] and not found["across"]:
         raise UserError(
             f"{type(model).__name__} has no trainable matrices beside embeddings and its output layer, so there is nothing for "
             "Muon to orthogonalize: use AdamW."
         )
-    decay = weight_decay if adamw_decay is None else adamw_decay
-    groups = [
-        {"params": pairs, "weight_decay": decay if number else weight_decay, "use_muon": not number}
-        | ({} if rate is None else {"lr": rate})
-        for number, (pairs, rate) in enumerate(zip(sets, (lr, embedding_lr, output_lr, None), strict=True))
-        if pairs
-    ]
-    return groups + [group | {"use_muon": False} for group in rest]
+    made = [{"params": found[role], **group} for role, group in groups.items() if found[role]]
+    return made + [group | {"use_muon": False} for group in given]
