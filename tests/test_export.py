@@ -89,7 +89,9 @@ def test_the_tensors_stand_for_the_weights_that_our_casts_give(format, tmp_path)
     tensors = read(tmp_path / "out")
     for layer in ("model.layers.0.mlp.down_proj", "model.layers.0.self_attn.o_proj"):  # not fused with others
         weight = model.get_parameter(f"{layer}.weight").detach()
-        torch.testing.assert_close(by_hand(tensors, layer, format), dither.fake_quantize(weight, FORMATS[format].cast))
+        torch.testing.assert_close(
+            by_hand(tensors, layer, format), dither.fake_quantize(weight, FORMATS[format].deployment.cast)
+        )
 
 
 def test_fused_layers_share_the_tensor_scale_of_nvfp4(tmp_path):
@@ -265,7 +267,7 @@ EXPERTS = {
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
 def test_auto_writes_mixtures_that_transformers_loads(kind, case, tmp_path, caplog):
     changed, formats = EXPERTS[case]
-    default = LayerPrecision(weight=FORMATS["fp8-block"].cast)
+    default = LayerPrecision(weight=FORMATS["fp8-block"].deployment.cast)
     rules = () if changed is None else ((changed[0], LayerPrecision(weight=Cast.parse(changed[1]))),)
     plan = None if changed is None else Plan(layers=rules, default=default)
     record = dither.export(trained(kind), tmp_path / "out", format="auto", plan=plan, check=True)
@@ -277,7 +279,7 @@ def test_auto_writes_mixtures_that_transformers_loads(kind, case, tmp_path, capl
 
 
 def test_every_format_is_its_own_in_a_plan():
-    assert all(format_of(each.cast) == name for name, each in FORMATS.items())
+    assert all(format_of(each.deployment.cast) == name for name, each in FORMATS.items())
 
 
 # Files --------------------------------------------------------------------------------------------------------------------

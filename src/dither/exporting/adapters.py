@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from dither.exporting.layers import StoredModel
 from dither.exporting.record import check_difference, logit_difference, require, sample_tokens
 from dither.exporting.tokenizer_files import AnyTokenizer, TokenizerFiles
 from dither.files import new_folder
 from dither.models import CausalLM
+from dither.models.deployment import StoredModel
 from dither.models.folder_files import check_new, write_json
 from dither.models.lora import adapter_tensors, merged_model, peft_config
 from dither.models.sizes import Lora

@@ -18,16 +18,18 @@ from dither.evaluate.deployment import SLACK, Evaluate, plan_from_bitwidths
 from dither.evaluate.held_out import evaluating
 from dither.exporting.formats import AUTO, DENSE, FORMATS, check_format, format_of
 from dither.exporting.gguf import ARCHITECTURES, GGUF, GgufModel
-from dither.exporting.layers import EncodedLayer, Engine, LayerFormat, StoredModel, choose, encode
+from dither.exporting.layers import EncodedLayer, encode
 from dither.exporting.record import Export, ExportedLayer, check_logits, model_card, relative_error
 from dither.exporting.tokenizer_files import AnyTokenizer, TokenizerFiles
 from dither.files import new_folder, sync
+from dither.models.deployment import Engine, LayerFormat, StoredModel, choose
 from dither.models.folder_files import CONFIG, WeightsWriter, check_new, write_json
 from dither.models.transformers_models import HuggingFace, unconverted
 from dither.nn.convert import convert
 from dither.nn.linear import Linear
 from dither.nn.sites import converted_layers, linear_of
 from dither.spec import LayerPrecision, Plan
+from dither.spec.deployment import DEPLOYMENTS
 from dither.versions import versions
 
 CHECKING = "Loading the result with transformers and comparing logits"
@@ -188,7 +190,7 @@ def dequantized(
     rules = tuple(
         (choice.site.name, LayerPrecision(input=cast))
         for choice in choices
-        if choice.format and (cast := FORMATS[choice.format].input_cast)
+        if choice.format and (cast := DEPLOYMENTS[choice.format].input_cast)
     )
     if rules:
         convert(model, Plan(layers=rules), emulate=True)
@@ -280,7 +282,7 @@ class _Folder:
     def unread_experts(self) -> str:
         """Return the format of the experts if transformers does not read it, or ""."""
         format = next((choice.format for choice in self.choices if choice.is_expert), "")
-        unread = bool(format) and (bool(FORMATS[format].experts) or (format == "fp8-block" and not self.deepseek))
+        unread = bool(format) and (bool(DEPLOYMENTS[format].experts) or (format == "fp8-block" and not self.deepseek))
         return format if unread else ""
 
     def encoded(self) -> Iterator[EncodedLayer]:

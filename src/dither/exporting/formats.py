@@ -1,4 +1,4 @@
-"""Formats of exported weights as data: the cast of a weight, its tensors, and its entry in `quantization_config`.
+"""Layouts of deployment formats in files: the tensors of a weight, and its entry in `quantization_config`.
 
 `fp8-block` is the format of DeepSeek's checkpoints (`quant_method` "fp8"). The others are those of compressed-tensors. Names,
 shapes and dtypes are the ones that transformers and vLLM look up: `tests/integrations/test_export_engines.py`.
@@ -15,6 +15,7 @@ from torch import Tensor
 from dither.errors import UserError
 from dither.ops import Quantized, quantize
 from dither.spec import Cast, did_you_mean
+from dither.spec.deployment import DEPLOYMENTS, Deployment
 
 DENSE: Mapping[str, torch.dtype] = MappingProxyType({"bf16": torch.bfloat16, "fp16": torch.float16})
 """Formats without casts, and their dtypes."""
@@ -26,39 +27,22 @@ Scheme = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """A format of weights in few bits."""
+    """The layout of a deployment format in files."""
 
-    name: str
-    cast: Cast
-    """The cast of a weight [out, in] along its inputs."""
+    deployment: Deployment
     storage: str
     """The name of the layout in compressed-tensors."""
     weights: Scheme
     """The weights' entry in a config group of compressed-tensors."""
-    inputs: Scheme | None
-    """The inputs' entry; None if engines multiply unrounded inputs."""
-    input_cast: Cast | None
-    """The cast of inputs that `inputs` stands for."""
-    multiples: tuple[int, int]
-    """The outputs and the inputs of a layer are multiples of these two; other layers stay in 16 bits."""
-    experts: str = ""
-    """Why transformers cannot read the experts of a mixture in this format, or ""."""
+    inputs: Scheme | None = None
+    """The inputs' entry, which stands for `deployment.input_cast`; None if engines multiply unrounded inputs."""
     loaded: torch.dtype = torch.float32
     """The dtype to which transformers dequantizes."""
 
-    def obstacle(self, rows: int, columns: int) -> str:
-        """Return the reason why a weight [rows, columns] cannot be stored in this format, or "".
-
-        >>> FORMATS["fp8-block"].obstacle(192, 128)
-        '192 x 128 is not a multiple of 128 x 128'
-        """
-        if rows % self.multiples[0] or columns % self.multiples[1]:
-            return f"{rows} x {columns} is not a multiple of {self.multiples[0]} x {self.multiples[1]}"
-        return ""
-
     def quantize(self, weight: Tensor, amax: Tensor | None = None) -> Quantized:
         """Quantize a weight [out, in]; `amax` is the largest magnitude of all weights that share an NVFP4 tensor scale."""
-        return quantize(weight, self.cast, amax=amax if self.cast.scaling.two_level else None)
+        cast = self.deployment.cast
+        return quantize(weight, cast, amax=amax if cast.scaling.two_level else None)
 
     def tensors(self, codes: Quantized, block_name: str = "weight_scale") -> dict[str, Tensor]:
         """Return the tensors of a layer by the last part of their names; `block_name` is that of the scales."""
@@ -78,75 +62,51 @@ def _args(bits: int, kind: str, strategy: str, group: int | None, dynamic: bool 
     return MappingProxyType({**symmetric, "group_size": group, "strategy": strategy, "dynamic": dynamic, **others})
 
 
-EXPERT_FP8 = "transformers reads 8-bit experts with one scale per row only"
-_UINT8 = "torch.uint8"
+_UINT8, _E4M3 = "torch.uint8", "torch.float8_e4m3fn"
 
 FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
     {
-        each.name: each
+        each.deployment.name: each
         for each in (
             WeightFormat(
-                "mxfp4",
-                Cast.parse("mxfp4"),
+                DEPLOYMENTS["mxfp4"],
                 "mxfp4-pack-quantized",
                 _args(4, "float", "group", 32, scale_dtype=_UINT8),
-                None,
-                None,
-                (1, 32),
             ),
             WeightFormat(
-                "nvfp4",
-                Cast.parse("nvfp4"),
+                DEPLOYMENTS["nvfp4"],
                 "nvfp4-pack-quantized",
-                _args(4, "float", "tensor_group", 16, scale_dtype="torch.float8_e4m3fn"),
-                None,
-                None,
-                (1, 16),
-                experts="transformers does not read the tensor scales of NVFP4 experts",
+                _args(4, "float", "tensor_group", 16, scale_dtype=_E4M3),
                 loaded=torch.bfloat16,
             ),
             WeightFormat(
-                "mxfp8",
-                Cast.parse("mxfp8"),
+                DEPLOYMENTS["mxfp8"],
                 "mxfp8-quantized",
                 _args(8, "float", "group", 32, scale_dtype=_UINT8),
                 _args(8, "float", "group", 32, True, scale_dtype=_UINT8),
-                Cast.parse("mxfp8"),
-                (1, 32),
-                experts=EXPERT_FP8,
             ),
             WeightFormat(
-                "int8",
-                Cast.parse("int8 row"),
+                DEPLOYMENTS["int8"],
                 "int-quantized",
                 _args(8, "int", "channel", None),
                 _args(8, "int", "token", None, True),
-                Cast.parse("int8 row"),
-                (16, 16),
-                experts="transformers reads packed integers of experts only",
             ),
             WeightFormat(
-                "fp8-dynamic",
-                Cast.parse("e4m3 row"),
+                DEPLOYMENTS["fp8-dynamic"],
                 "float-quantized",
                 _args(8, "float", "channel", None),
                 _args(8, "float", "token", None, True),
-                Cast.parse("e4m3 row"),
-                (16, 16),
             ),
             WeightFormat(
-                "fp8-block",
-                Cast.parse("e4m3 block(128)"),
+                DEPLOYMENTS["fp8-block"],
                 "float-quantized",
                 _args(8, "float", "block", None, block_structure=[128, 128]),
                 _args(8, "float", "group", 128, True),
-                Cast.parse("e4m3 tile(128)"),
-                (128, 128),
             ),
         )
     }
 )
-"""Formats in few bits by name. Where layers must share a format, the later one in this order is taken."""
+"""Formats of Hugging Face folders in few bits, by name."""
 
 GGUF_NAMES = ("gguf-f16", "gguf-q8_0", "gguf-mxfp4")
 
@@ -173,9 +133,10 @@ def format_of(cast: Cast | None) -> str:
     """
     if cast is None or cast.element.bits > 8 or cast.element.codebook:
         return "bf16"
-    for each in FORMATS.values():
-        if (cast.format, cast.group, cast.scaling) == (each.cast.format, each.cast.group, each.cast.scaling):
-            return each.name
+    for name, each in FORMATS.items():
+        own = each.deployment.cast
+        if (cast.format, cast.group, cast.scaling) == (own.format, own.group, own.scaling):
+            return name
     if cast.element.is_integer:
         return "int8"
     if cast.format == "e2m1":

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from dither.errors import UserError
 from dither.exporting.formats import GGUF_NAMES
-from dither.exporting.layers import StoredModel
 from dither.exporting.record import ExportedLayer, relative_error, require
 from dither.exporting.tokenizer_files import TokenizerFiles
+from dither.models.deployment import StoredModel
 from dither.nn.sites import find_sites, output_layers, weight_of
 from dither.ops import quantize
 

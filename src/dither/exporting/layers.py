@@ -1,216 +1,16 @@
-"""The format of each layer of an exported model, and its codes.
+"""The codes of the layers of an exported model."""
 
-Three rules keep a file from being read wrongly. A layer whose size does not fit a format stays in 16 bits. Layers that vLLM
-fuses into one product (queries, keys and values; gate and up) have the same format, and share the tensor scale of NVFP4. The
-experts of all mixtures in a model have one format.
-"""
-
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
-from dither.errors import UserError
-from dither.exporting.formats import EXPERT_FP8, FORMATS, WeightFormat
+from dither.exporting.formats import FORMATS
 from dither.exporting.record import relative_error
-from dither.models import CausalLM
-from dither.models.hub import huggingface_config
-from dither.models.transformers_models import HuggingFace, stored_names
-from dither.nn.sites import Site, experts_beside, find_sites, output_layers, tuner_of, weight_of
-
-
-class StoredModel:
-    """A model to export, with its config and the names that its tensors have in files.
-
-    Args:
-        model: A model of `dither.models`, or a causal language model of transformers, converted or not.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.prefix = "hf." if isinstance(model, HuggingFace) else ""
-        """The prefix of names of layers in plans of this model."""
-        self.model: Any = model.hf if isinstance(model, HuggingFace) else model
-        self.is_transformers = not isinstance(self.model, CausalLM)
-        if type(self.model).__name__.startswith("Peft"):
-            raise UserError("The model has adapters: merge them first, with model.merge_and_unload(), and export the result.")
-        if self.is_transformers and not _is_pretrained(self.model):
-            raise UserError(
-                f"export takes a causal language model of dither.models or of transformers, not {type(model).__name__}."
-            )
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """Return config.json without dtype and quantization."""
-        if not self.is_transformers:
-            return huggingface_config(self.model.config)
-        config: dict[str, Any] = self.model.config.to_dict()
-        config["architectures"] = [type(self.model).__name__]
-        for key in ("quantization_config", "_name_or_path", "_attn_implementation_autoset"):
-            config.pop(key, None)
-        return config
-
-    @property
-    def vocab_size(self) -> int:
-        """Return the number of rows of the embedding."""
-        embedding = self.model.get_input_embeddings() if self.is_transformers else self.model.embedding
-        return int(embedding.weight.shape[0])
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return parameters and buffers by the names of modules, each shared one once, without those that training added."""
-        names = stored_names(self.model)
-        seen: set[tuple[int, torch.Size]] = set()
-        tensors: dict[str, Tensor] = {}
-        for name, tensor in self.model.state_dict().items():
-            if name not in names:
-                continue
-            if isinstance(tensor, DTensor):
-                raise UserError(f"The parameter {name!r} is sharded over ranks: gather the model on one rank before exporting.")
-            key = (tensor.data_ptr(), tensor.shape)
-            if tensor.numel() and key in seen:
-                continue
-            seen.add(key)
-            tensors[name] = tensor.detach()
-        return tensors
-
-    def in_files(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors under the names, and in the pieces, that files have."""
-        if not self.is_transformers or not tensors:
-            return dict(tensors)
-        from transformers.core_model_loading import revert_weight_conversion
-
-        found: dict[str, Tensor] = revert_weight_conversion(self.model, dict(tensors))
-        return found
-
-    def pieces(self, name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]] | None:
-        """Return (name, shape) of the matrices that a parameter is stored as; None if it is not stored by itself."""
-        weight = torch.empty(shape, device="meta")
-        try:
-            found = self.in_files({name: weight})
-        except Exception:  # transformers merges it with other tensors, which are missing here
-            return None
-        whole = sum(each.numel() for each in found.values()) == weight.numel()
-        if not whole or any(each.dim() != 2 or not key.endswith(".weight") for key, each in found.items()):
-            return None
-        return [(key, tuple(each.shape)) for key, each in found.items()]
-
-
-def _is_pretrained(model: nn.Module) -> bool:
-    """Return True for models of transformers, by their interface: transformers may not be installed."""
-    return hasattr(model, "config") and hasattr(model.config, "to_dict") and hasattr(model, "get_input_embeddings")
-
-
-Engine = Literal["any", "vllm"]
-
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
-"""Names of layers beside each other that vLLM fuses into one."""
-
-
-@dataclass(frozen=True)
-class LayerFormat:
-    """The format of a layer."""
-
-    site: Site
-    parameter: str
-    """The name of its weight in the model."""
-    pieces: tuple[tuple[str, tuple[int, ...]], ...]
-    """(name, shape) of its matrices in the file."""
-    format: str
-    """A name of `FORMATS`, or "" for the 16-bit dtype of the file."""
-    reason: str = ""
-    """Why it stays in 16 bits."""
-    group: str = ""
-    """Layers with the same group have the same format."""
-
-    @property
-    def modules(self) -> list[str]:
-        """Return the names of its modules in the file."""
-        return [name.removesuffix(".weight") for name, _ in self.pieces]
-
-    @property
-    def is_expert(self) -> bool:
-        """Return whether it is a matrix of experts."""
-        return bool(self.site.parameter) or ".experts." in self.site.name
-
-
-def choose(stored: StoredModel, wanted: Callable[[str], str], engine: Engine = "any") -> list[LayerFormat]:
-    """Return the format of every linear layer.
-
-    `wanted` is a function from the name of a layer to the format that it should have, "" for 16 bits. The engine is "any" for
-    files that transformers reads, "vllm" for those that vLLM reads.
-    """
-    model = stored.model
-    sites = find_sites(model)
-    output = set(output_layers(model, sites))
-    choices = []
-    for site in sites:
-        parameter, weight, axis = weight_of(site)
-        pieces = tuple(stored.pieces(parameter, tuple(weight.shape)) or ())
-        format, reason = wanted(stored.prefix + site.name), ""
-        if not site.parameter and (tuner := tuner_of(model, site.name)):
-            raise UserError(f"The layer {site.name!r} is an adapter of {tuner}: merge adapters into the model first.")
-        if site.name in output:
-            reason = "the output layer"
-        elif not site.parameter and experts_beside(model, site.name):
-            reason = "a router or gate beside experts"
-        elif site.obstacle:
-            reason = site.obstacle
-        elif axis % weight.dim() != weight.dim() - 1:
-            reason = "its weight is [in, out], and engines read [out, in] in few bits"
-        elif not pieces:
-            reason = "transformers stores it merged with other layers"
-        elif format:
-            reason = _obstacle(FORMATS[format], site, pieces, engine)
-        if reason:
-            format = ""
-        choices.append(LayerFormat(site, parameter, pieces, format, reason, _group(site)))
-    choices = _together(choices, engine)
-    if engine == "any" and len({choice.format for choice in choices if choice.format}) > 1:
-        # A folder in blocks of FP8 alone has DeepSeek's format, which transformers reads for experts too.
-        reason = f"{EXPERT_FP8} beside other formats; engine='vllm' writes them"
-        blocks = [choice.is_expert and choice.format == "fp8-block" for choice in choices]
-        choices = [
-            replace(each, format="", reason=reason) if kept else each for each, kept in zip(choices, blocks, strict=True)
-        ]
-    return choices
-
-
-def _obstacle(format: WeightFormat, site: Site, pieces: Sequence[tuple[str, tuple[int, ...]]], engine: Engine) -> str:
-    if site.parameter and format.experts and engine == "any":
-        return f"{format.experts}; engine='vllm' writes them"
-    return next(filter(None, (format.obstacle(*shape) for _, shape in pieces)), "")
-
-
-def _group(site: Site) -> str:
-    if site.parameter or ".experts." in site.name:
-        return "experts"
-    parent, _, last = site.name.rpartition(".")
-    fused = next((names for names in FUSED if last in names), None)
-    return site.name if fused is None else f"{parent}.{'+'.join(fused)}"
-
-
-def _together(choices: list[LayerFormat], engine: Engine) -> list[LayerFormat]:
-    """Give the layers of each group one format: the widest of theirs, or 16 bits if one of them needs that."""
-    groups: dict[str, list[LayerFormat]] = {}
-    for choice in choices:
-        groups.setdefault(choice.group, []).append(choice)
-    order = list(FORMATS)
-    decided: dict[str, tuple[str, str]] = {}
-    for name, members in groups.items():
-        dense = next((choice for choice in members if not choice.format), None)
-        if dense is not None:
-            decided[name] = "", f"{dense.site.name} stays in 16 bits, and engines need one format for both"
-            continue
-        format = max((choice.format for choice in members), key=order.index)
-        obstacles = [_obstacle(FORMATS[format], choice.site, choice.pieces, engine) for choice in members]
-        decided[name] = ("" if any(obstacles) else format), next(filter(None, obstacles), "")
-    found = []
-    for choice in choices:
-        format, why = decided[choice.group]
-        found.append(replace(choice, format=format, reason="" if format else choice.reason or (why if choice.format else "")))
-    return found
+from dither.models.deployment import LayerFormat, StoredModel
+from dither.nn.sites import weight_of
+from dither.spec.deployment import DEPLOYMENTS
 
 
 @dataclass(frozen=True)
@@ -232,7 +32,7 @@ def encode(stored: StoredModel, choices: Sequence[LayerFormat], scale_name: str 
     """Yield the layers that have a format in few bits, one at a time; `scale_name` is that of their scales in the file."""
     largest: dict[str, Tensor] = {}
     for choice in choices:
-        if choice.format == "nvfp4" and not choice.site.parameter:
+        if choice.format and DEPLOYMENTS[choice.format].cast.scaling.two_level and not choice.site.parameter:
             amax = weight_of(choice.site)[1].abs().max().float()
             largest[choice.group] = torch.maximum(largest[choice.group], amax) if choice.group in largest else amax
     for choice in choices:

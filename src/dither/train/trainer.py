@@ -246,11 +246,17 @@ class Trainer:
         pieces = _for_estimates(
             self, batch, max(self.config.monitor.tokens, self.config.data.sequence * self.layout.data_world)
         )
-        with self.monitor.aside(self.done), step_context(self.model, step=self.done - 1) as at:
-            for part in pieces:
-                at.row(part.first * self.config.data.sequence)
-                loss = self.model(part.inputs, part.targets) if self.scaled else self.passes.loss(self.model, part)
-                self.training.backward(loss / len(pieces))
+
+        def run(step: int) -> None:
+            with step_context(self.model, step=step) as at:
+                for part in pieces:
+                    at.row(part.first * self.config.data.sequence)
+                    loss = self.model(part.inputs, part.targets) if self.scaled else self.passes.loss(self.model, part)
+                    self.training.backward(loss / len(pieces))
+
+        again = functools.partial(run, self.done) if self.config.monitor.margin else None
+        with self.monitor.aside(self.done, again):
+            run(self.done - 1)
         return self.monitor.report
 
     @property

@@ -17,9 +17,10 @@ Legend:
     MODE           how weights are kept: "plain", "kahan", or with masters: "master" (float32), "split" or "split24"
     RULE           what a pass does: "adamw", or one half of Muon: "momentum" or "nesterov" before its orthogonalization, "move"
                    after it
-    KIND           how moments are kept: "whole" (fp32, bf16), "codes" (8-bit formats), "dynamic8" or "companded8"
-    GROUP          neighbours in a row that share the scale of an 8-bit state
     G, GH          format of the gradients, and rounding to nearest, for those that Muon overwrites
+    KIND           how moments are kept: "whole" (fp32, bf16), "codes" (8-bit formats), "dynamic8", "companded8" or "dynamic4"
+    place          int[TILE]: where the codes of moments lie in memory: `offset`, or the byte of two neighbours ("dynamic4")
+    GROUP          neighbours in a row that share the scale of a state in few bits
     W_TYPE, G_TYPE, S_TYPE    types of weights, gradients and states in memory; E_TYPE that of `extra`
     W_STORE, G_STORE, S_STORE    integers of the size of weights, gradients and states, as which they are stored
     TILE, TILES    elements of a tile, and tiles of a program
@@ -127,7 +128,7 @@ def _spread(groups, GROUP: tl.constexpr, TILE: tl.constexpr):
 @triton.jit
 def load_codes(
     state,
-    offset,
+    place,
     inside,
     scale,
     blocks,
@@ -140,12 +141,14 @@ def load_codes(
     TILE: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Load an 8-bit moment as float32: value(code) * scale of its block; a companded second moment is the square of that."""
-    stored = tl.load(state + offset, mask=inside, other=0)
+    """Load a moment in few bits as float32: value(code) * scale of its block, squared if it is a companded second moment."""
+    stored = tl.load(state + place, mask=inside, other=0)
     codes = stored.to(tl.int32)
     factor = tl.load(scale + blocks, mask=blocks_inside, other=1.0)
-    if KIND == "dynamic8":
-        values = state_maps.decode(codes, tables_ptr, SIGNED)
+    if KIND == "dynamic4":  # of two neighbours, the first is the upper half of a byte
+        codes = (codes >> (4 - 4 * (tl.arange(0, TILE) % 2))) & 15
+    if KIND == "dynamic8" or KIND == "dynamic4":
+        values = state_maps.decode(codes, tables_ptr, SIGNED, KIND == "dynamic4")
     elif KIND != "companded8" and NATIVE and F.BITS == 8 and F.BIAS == 7:
         values = stored.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     elif KIND != "companded8" and NATIVE and F.BITS == 8 and F.BIAS == 15:
@@ -165,7 +168,7 @@ def load_codes(
 @triton.jit
 def store_codes(
     state,
-    offset,
+    place,
     inside,
     scale,
     blocks,
@@ -182,7 +185,7 @@ def store_codes(
     TILE: tl.constexpr,
     FLAT: tl.constexpr,
 ):
-    """Round a float32 moment to 8-bit codes and store them with one scale per block.
+    """Round a float32 moment to codes and store them with one scale per block.
 
     scale = max|value| / (largest value of the format); code = round(value / scale). `value` is the root of a companded second
     moment.
@@ -215,14 +218,22 @@ def store_codes(
     else:
         multiply, restore, _ = group_factors(amax, 1.0, S, F, H, True, H.NATIVE)
         factor = _spread(multiply, GROUP, TILE)
-        if KIND == "dynamic8":
-            codes = state_maps.encode(value * factor, tables_ptr, SIGNED)
+        if KIND == "dynamic8" or KIND == "dynamic4":
+            codes = state_maps.encode(value * factor, tables_ptr, SIGNED, KIND == "dynamic4")
         elif H.NATIVE and H.KIND == "nearest" and F.BITS == 8 and (F.BIAS == 7 or F.BIAS == 15):
             codes = native_codes(value, factor, F, True, True)
         else:
             y = as_bits(value * factor)
             codes = encode(round_bits(y, y, random, F, H, True), F)
-    tl.store(state + offset, codes.to(tl.uint8), mask=inside)
+    if KIND == "dynamic4":
+        if not SIGNED:  # codes of second moments have no zero, so that the scale says it
+            restore = tl.where(amax == 0, 0.0, restore)
+        upper, lower = tl.split(tl.reshape(codes if FLAT else tl.where(inside, codes, 0), [TILE // 2, 2]))
+        byte, _ = tl.split(tl.reshape(place, [TILE // 2, 2]))
+        first_inside, _ = tl.split(tl.reshape(inside, [TILE // 2, 2]))
+        tl.store(state + byte, (upper * 16 + lower).to(tl.uint8), mask=first_inside)
+    else:
+        tl.store(state + place, codes.to(tl.uint8), mask=inside)
     tl.store(scale + blocks, restore, mask=blocks_inside)
 
 
@@ -419,6 +430,21 @@ def coordinates(
 
 
 @triton.jit
+def paired(e0, offset, columns, GROUP: tl.constexpr, TILE: tl.constexpr, FLAT: tl.constexpr):
+    """Return the byte of each element where two neighbours in a row share one, counted as `offset` is, see `coordinates`.
+
+    Example: rows of 5 have 3 bytes each, and elements 0 to 4 of row 1 are in the bytes 3, 3, 4, 4 and 5.
+    """
+    if FLAT:
+        return offset // 2
+    else:
+        pitch = tl.cdiv(columns, GROUP) * GROUP
+        e = e0 + tl.arange(0, TILE)
+        row = e // pitch
+        return row * tl.cdiv(columns, 2) + (e - row * pitch) // 2
+
+
+@triton.jit
 def random_bits(key, step, row, column, TILE: tl.constexpr, FLAT: tl.constexpr):
     """Return 16 random bits per element, int32[TILE]."""
     if FLAT:
@@ -529,8 +555,14 @@ def _adamw_kernel(
         first_row, first_column = next_place(first_row, first_column, columns, TILE)
         base = e0 if FLAT else e0 * 0
         w_ptr = w_start + base
-        m_ptr = m_start + base
-        v_ptr = v_start + base
+        place = offset
+        if KIND == "dynamic4":
+            place = paired(e0, offset, columns, GROUP, TILE, FLAT)
+            m_ptr = m_start + base // 2
+            v_ptr = v_start + base // 2
+        else:
+            m_ptr = m_start + base
+            v_ptr = v_start + base
         extra_ptr = extra_start + base
         low = offset
         if RULE == "adamw" or RULE == "move":
@@ -553,14 +585,14 @@ def _adamw_kernel(
                 m = widen(tl.load(m_ptr + offset, mask=inside, other=0.0), WH.NATIVE)
             else:
                 m = load_codes(
-                    m_ptr, offset, inside, m_scale, blocks, blocks_inside, tables_ptr, F, KIND, True, GROUP, TILE, WH.NATIVE
+                    m_ptr, place, inside, m_scale, blocks, blocks_inside, tables_ptr, F, KIND, True, GROUP, TILE, WH.NATIVE
                 )
         if RULE == "adamw":
             if KIND == "whole":
                 v = widen(tl.load(v_ptr + offset, mask=inside, other=0.0), WH.NATIVE)
             else:
                 v = load_codes(
-                    v_ptr, offset, inside, v_scale, blocks, blocks_inside, tables_ptr, F, KIND, False, GROUP, TILE, WH.NATIVE
+                    v_ptr, place, inside, v_scale, blocks, blocks_inside, tables_ptr, F, KIND, False, GROUP, TILE, WH.NATIVE
                 )
         if RULE == "adamw" or RULE == "move":
             if MODE == "split" or MODE == "split24":
@@ -571,7 +603,7 @@ def _adamw_kernel(
         if RULE == "adamw":
             m = beta1 * m + rest1 * g
             v = beta2 * v + rest2 * (g * g)
-            if KIND == "dynamic8" or KIND == "codes":  # these leave no registers for eight roots at a time
+            if KIND == "dynamic8" or KIND == "dynamic4" or KIND == "codes":  # these leave no registers for eight roots
                 deviation = square_root(v, WH.NATIVE)
             else:
                 deviation = square_roots(v, WH.NATIVE)
@@ -606,7 +638,7 @@ def _adamw_kernel(
             else:
                 store_codes(
                     m_ptr,
-                    offset,
+                    place,
                     inside,
                     m_scale,
                     blocks,
@@ -629,7 +661,7 @@ def _adamw_kernel(
             else:
                 store_codes(
                     v_ptr,
-                    offset,
+                    place,
                     inside,
                     v_scale,
                     blocks,

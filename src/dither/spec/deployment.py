@@ -1,0 +1,58 @@
+"""Deployment formats as data: the casts by which an engine multiplies a served model.
+
+Training for a format (`dither.qat`) and export (`dither.exporting`) read the same entry, so that they cast alike. The layout
+in files is in `dither.exporting.formats`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from dither.spec.cast import Cast
+
+EXPERT_FP8 = "transformers reads 8-bit experts with one scale per row only"
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A format in which engines multiply weights of few bits."""
+
+    name: str
+    cast: Cast
+    """The cast of a weight [out, in] along its inputs."""
+    input_cast: Cast | None
+    """The cast of inputs along the same axis; None if engines multiply unrounded inputs."""
+    multiples: tuple[int, int]
+    """The outputs and the inputs of a layer are multiples of these two; other layers stay in 16 bits."""
+    experts: str = ""
+    """Why transformers cannot read the experts of a mixture in this format, or ""."""
+
+    def obstacle(self, rows: int, columns: int) -> str:
+        """Return the reason why a weight [rows, columns] cannot be stored in this format, or "".
+
+        >>> DEPLOYMENTS["fp8-block"].obstacle(192, 128)
+        '192 x 128 is not a multiple of 128 x 128'
+        """
+        if rows % self.multiples[0] or columns % self.multiples[1]:
+            return f"{rows} x {columns} is not a multiple of {self.multiples[0]} x {self.multiples[1]}"
+        return ""
+
+
+def _entry(name: str, weight: str, input: str | None, multiples: tuple[int, int], experts: str = "") -> Deployment:
+    return Deployment(name, Cast.parse(weight), None if input is None else Cast.parse(input), multiples, experts)
+
+
+DEPLOYMENTS: Mapping[str, Deployment] = MappingProxyType(
+    {
+        each.name: each
+        for each in (
+            _entry("mxfp4", "mxfp4", None, (1, 32)),
+            _entry("nvfp4", "nvfp4", None, (1, 16), "transformers does not read the tensor scales of NVFP4 experts"),
+            _entry("mxfp8", "mxfp8", "mxfp8", (1, 32), EXPERT_FP8),
+            _entry("int8", "int8 row", "int8 row", (16, 16), "transformers reads packed integers of experts only"),
+            _entry("fp8-dynamic", "e4m3 row", "e4m3 row", (16, 16)),
+            _entry("fp8-block", "e4m3 block(128)", "e4m3 tile(128)", (128, 128)),
+        )
+    }
+)
+"""Deployment formats by name. Where layers must share a format, the later one in this order is taken."""
