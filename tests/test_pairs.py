@@ -536,7 +536,7 @@ def test_muon(update: Update, nesterov: bool, device: str) -> None:
     """Both passes: momentum, which leaves its direction in the gradients, and moves along what has become of that."""
     sizes = [pairs.Size(3, 128), pairs.Size(5, 40, row=3, column=32), pairs.Size(2, 13, shift=3)]
     start = pairs.pieces_of(sizes, torch.bfloat16, update, 50, device)
-    hyper = torch.tensor([[1e-2, 0.0, 0.95, 1e-7, 0.1, 1.0, 1.0], [3e-3, 0.0, 0.5, 1e-7, 0.0, 1.0, -1.0]], dtype=torch.float64)
+    hyper = torch.tensor([[1e-2, 0.0, 0.95, 1e-7, 0.1, 1.0, 1.0], [3e-3, 0.0, 0.8, 1e-7, 0.0, 1.0, -1.0]], dtype=torch.float64)
     after = []
     for code in (adamw, kernel_adamw):
         pieces = pairs.copies(start)
