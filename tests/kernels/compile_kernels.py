@@ -224,7 +224,7 @@ UPDATES = [
 
 
 def optimizer_calls() -> Iterator[str]:
-    """A step of AdamW with whole rows of blocks and with ragged ones, and of Adam-mini."""
+    """A step of AdamW with whole rows of blocks and with ragged ones, of Muon and of Adam-mini."""
     hyper, count = torch.zeros(2, 7, dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
     one, scale = torch.ones((), dtype=torch.float64), torch.ones(())
     for squares, loss_scale, max_norm in ((None, None, 0.0), (one, None, 1.0), (one, scale, 0.0)):
@@ -244,6 +244,12 @@ def optimizer_calls() -> Iterator[str]:
         batch.square_sum(grads)
         batch.step(grads, constants, count[0], skip)
         yield f"adamw {update.weights} {update.states}"
+        if update.master != "split":
+            muon = adamw.MuonBatch([replace(piece, v=piece.m) for piece in pieces], update)
+            for nesterov in (True, False):
+                muon.momentum(grads, constants, count[0], skip, nesterov=nesterov)
+            muon.step(grads, constants, count[0], skip)
+            yield f"muon {update.weights} {update.states}"
         if not update.in_blocks and update.master != "split":
             runs = [replace(piece, v=torch.zeros(2), run=2, share=2 * piece.w.shape[1]) for piece in pieces]
             mini = adamw.MiniBatch(runs, update)
