@@ -153,6 +153,15 @@ def test_transforms(text: str, device: str) -> None:
             assert pairs.check_transform(x.T.contiguous().T, text, axis) == 0
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(64, 512), (45, 336)])
+def test_mxfp4_as_fp8(rows: int, columns: int, device: str) -> None:
+    assert pairs.check_mx_fp8(rows, columns, device) == 0
+
+
+def test_blocks_that_do_not_fit(device: str) -> None:
+    assert pairs.check_replaced(200, 300, 336, device) == 0
+
+
 @pytest.mark.parametrize("text", pairs.RULES)
 def test_scale_rules(text: str, device: str) -> None:
     x = pairs.hard_values(37, 83, torch.bfloat16, 9, device)
