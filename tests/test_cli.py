@@ -447,8 +447,9 @@ def test_help_has_words_for_values_and_fits(name, capsys, monkeypatch):
     assert max(len(line) for line in shown.splitlines() if not line.startswith("usage: ")) <= 80
 
 
-@pytest.mark.parametrize("name", ["memory", "formats", "doctor", "compare", "plan", "plan show", "plan diff",
-                                  "plan auto", "plan static", "plan frontier", "advise", "bisect", "eval", "export", "inspect", "runs"])  # fmt: skip
+@pytest.mark.parametrize("name", ["memory", "formats", "doctor", "compare", "plan", "plan show", "plan diff", "plan auto",
+                                  "plan static", "plan frontier", "advise", "bisect", "eval", "export", "inspect",
+                                  "runs"])  # fmt: skip
 def test_commands_with_results_have_json(name):
     assert "--json" in cli._options(cli.COMMANDS[name].load())
 
