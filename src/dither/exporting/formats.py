@@ -53,7 +53,7 @@ class WeightFormat:
         values, scale = codes.values.contiguous(), codes.scale.contiguous()
         if codes.cast.scaling.kind == "pow2":
             scale = scale.view(torch.uint8)
-        elif codes.cast.scaling.kind == "bf16":  # code + 8, eight of them in a word
+        elif self.storage == "pack-quantized":  # code + 8, eight of them in a word
             values, scale = (values ^ 0x88).view(torch.int32), scale.to(torch.bfloat16)
         tensors = {"weight_packed" if packed else "weight": values, block_name: scale}
         if codes.tensor_scale is not None:  # engines divide by it
@@ -147,8 +147,7 @@ def format_of(cast: Cast | None) -> str:
     if cast is None or cast.element.bits > 8 or cast.element.codebook:
         return "bf16"
     for name, each in FORMATS.items():
-        own = each.deployment.cast
-        if (cast.format, cast.group, cast.scaling) == (own.format, own.group, own.scaling):
+        if each.deployment.stores(cast):
             return name
     if cast.element.is_integer:
         return "int8"

@@ -4,6 +4,7 @@ Names, metadata, the order of rows in queries and keys, and the types of single 
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,9 @@ GGUF: Mapping[str, str] = {name: name.removeprefix("gguf-").upper() for name in 
 
 BLOCK = 32
 """Weights per block of Q8_0, Q4_0 and MXFP4, along the inputs."""
+
+LARGEST = {"F16": 65504.0, "Q8_0": 65504.0 * 127, "Q4_0": 65504.0 * 8}
+"""Largest magnitudes of types with float16 numbers or scales."""
 
 SPLITS = {
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": (
@@ -204,12 +208,13 @@ class GgufModel:
             kind, reason = "Q8_0", "embeddings and the output layer of this format are in Q8_0"
         if kind != "F16" and tensor.shape[1] % BLOCK:
             kind, reason = "F16", f"{tensor.shape[1]} inputs are not a multiple of {BLOCK}"
+        if tensor.numel() and tensor.abs().max() > LARGEST.get(kind, math.inf):
+            other = "gguf-q8_0 or " if kind == "F16" else ""
+            raise UserError(f"The tensor {name!r} has numbers beyond the range of {kind}: use --format {other}bf16.")
         if kind != "F16":
             codes = quantize(tensor, DEPLOYMENTS[f"gguf-{kind.lower()}"].cast)
             return _Stored(name, _blocks(codes), kind, codes.dequantize(torch.float32)), reason
         half = tensor.to(torch.float16)
-        if not bool(half.isfinite().all()):
-            raise UserError(f"The tensor {name!r} has numbers beyond the range of F16: use --format gguf-q8_0 or bf16.")
         return _Stored(name, half.numpy(), kind, half.float()), reason
 
 

@@ -37,6 +37,14 @@ class Deployment:
             return f"{rows} x {columns} is not a multiple of {self.multiples[0]} x {self.multiples[1]}"
         return ""
 
+    def stores(self, cast: Cast) -> bool:
+        """Return True if files of this format hold the codes and scales of a cast as they are.
+
+        >>> [DEPLOYMENTS["int4-g32"].stores(Cast.parse(text)) for text in ("int4-g32", "q4_0", "int4 tile(32)")]
+        [True, False, False]
+        """
+        return cast.codes == self.cast.codes and cast.scaling.rule.exported == self.cast.scaling.rule.exported
+
 
 def _entry(name: str, weight: str, input: str | None, multiples: tuple[int, int], experts: str = "") -> Deployment:
     return Deployment(name, Cast.parse(weight), None if input is None else Cast.parse(input), multiples, experts)
