@@ -5,6 +5,7 @@ fuses into one product (queries, keys and values; gate and up) have the same for
 experts of all mixtures in a model have one format.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -17,8 +18,11 @@ from dither.errors import UserError
 from dither.models.causal import CausalLM
 from dither.models.hub import huggingface_config
 from dither.models.transformers_models import HuggingFace, stored_names
+from dither.nn.convert import alike
 from dither.nn.sites import Site, experts_beside, find_sites, output_layers, tuner_of, weight_of
+from dither.spec import Cast, Plan, Scale, did_you_mean
 from dither.spec.deployment import DEPLOYMENTS, EXPERT_FP8, Deployment
+from dither.spec.patterns import escape
 
 
 class StoredModel:
@@ -122,6 +126,13 @@ class LayerFormat:
     """Why it stays in 16 bits."""
     group: str = ""
     """Layers with the same group have the same format."""
+    own: Cast | None = None
+    """The cast of its weight in training, if its codes have the format; None for the cast of the format itself."""
+
+    @property
+    def cast(self) -> Cast:
+        """Return the cast of its weight."""
+        return self.own or DEPLOYMENTS[self.format].cast
 
     @property
     def modules(self) -> list[str]:
@@ -134,11 +145,14 @@ class LayerFormat:
         return bool(self.site.parameter) or ".experts." in self.site.name
 
 
-def choose(stored: StoredModel, wanted: Callable[[str], str], engine: Engine = "any") -> list[LayerFormat]:
+Wanted = Callable[[str], tuple[str, Cast | None]]
+"""A function from the name of a layer to the format that it should have, "" for 16 bits, and its cast in training if known."""
+
+
+def choose(stored: StoredModel, wanted: Wanted, engine: Engine = "any") -> list[LayerFormat]:
     """Return the format of every linear layer.
 
-    `wanted` is a function from the name of a layer to the format that it should have, "" for 16 bits. The engine is "any" for
-    files that transformers reads, "vllm" for those that vLLM reads.
+    The engine is "any" for files that transformers reads, "vllm" for those that vLLM reads.
     """
     model = stored.model
     sites = find_sites(model)
@@ -147,7 +161,7 @@ def choose(stored: StoredModel, wanted: Callable[[str], str], engine: Engine = "
     for site in sites:
         parameter, weight, axis = weight_of(site)
         pieces = tuple(stored.pieces(parameter, tuple(weight.shape)) or ())
-        format, reason = wanted(stored.prefix + site.name), ""
+        (format, own), reason = wanted(stored.prefix + site.name), ""
         if not site.parameter and (tuner := tuner_of(model, site.name)):
             raise UserError(f"The layer {site.name!r} is an adapter of {tuner}: merge adapters into the model first.")
         if site.name in output:
@@ -164,7 +178,7 @@ def choose(stored: StoredModel, wanted: Callable[[str], str], engine: Engine = "
             reason = _obstacle(DEPLOYMENTS[format], site, pieces, engine)
         if reason:
             format = ""
-        choices.append(LayerFormat(site, parameter, pieces, format, reason, _group(site)))
+        choices.append(LayerFormat(site, parameter, pieces, format, reason, _group(site), own if format else None))
     choices = _together(choices, engine)
     if engine == "any" and len({choice.format for choice in choices if choice.format}) > 1:
         # A folder in blocks of FP8 alone has DeepSeek's format, which transformers reads for experts too.
@@ -208,5 +222,67 @@ def _together(choices: list[LayerFormat], engine: Engine) -> list[LayerFormat]:
     found = []
     for choice in choices:
         format, why = decided[choice.group]
-        found.append(replace(choice, format=format, reason="" if format else choice.reason or (why if choice.format else "")))
+        reason = "" if format else choice.reason or (why if choice.format else "")
+        # Layers that share a tensor scale must have been trained with the same one.
+        same = format == choice.format and len({_tensor_scale(each.own) for each in groups[choice.group]}) == 1
+        found.append(replace(choice, format=format, reason=reason, own=choice.own if same else None))
     return found
+
+
+def _tensor_scale(cast: Cast | None) -> str:
+    return cast.scale if cast is not None and cast.scaling.two_level else ""
+
+
+# Training for a format ------------------------------------------------------------------------------------------------
+
+HEADROOM = 2.0
+"""Factor by which weights may grow in training before the fixed tensor scale of NVFP4 clips them."""
+
+
+def described(format: str, choices: Sequence[LayerFormat]) -> str:
+    """Return which layers training for a format casts, and why others stay in 16 bits."""
+    kept = [choice for choice in choices if not choice.format]
+    lines = [f"Training for {format} in {len(choices) - len(kept)} of {len(choices)} linear layers."]
+    for pattern, group in alike(kept, lambda choice: choice.site.name, lambda choice: choice.reason):
+        lines.append(f"In 16 bits, as in the export: {pattern} ({len(group)}): {group[0].reason}.")
+    return "\n".join(lines)
+
+
+def qat(model: nn.Module, format: str, *, base: Plan | None = None, say: Callable[[str], None] = lambda _: None) -> Plan:
+    """Return a plan that trains a model for a deployment format: forward multiplies the numbers that an engine would.
+
+    Gradients are straight-through. Layers that the export keeps in 16 bits are not cast. `dither.convert` applies the plan,
+    and `dither.export(model, folder, format="auto")` writes the codes of the converted model.
+
+    Args:
+        model: A causal language model of `dither.models` or of transformers with its initial weights, not converted.
+        format: A deployment format, such as "nvfp4" or "mxfp4": see docs/qat.md.
+        base: A plan whose dtypes are kept; by default those of the model.
+        say: Called with the layers that are cast, and the reasons why others are not.
+
+    >>> from dither.models import build
+    >>> plan = qat(build("tiny"), "mxfp4", say=print)
+    Training for mxfp4 in 14 of 15 linear layers.
+    In 16 bits, as in the export: lm_head (1): the output layer.
+    >>> print(plan.for_layer("model.layers.0.mlp.down_proj"))
+    weight e2m1 tile(32) pow2 nearest, input_grad.weight uncast, backward from the codes of forward
+    """
+    if not isinstance(format, str) or format not in DEPLOYMENTS:
+        hint = did_you_mean(format, DEPLOYMENTS) if isinstance(format, str) else ""
+        raise UserError(f"There is no deployment format {format!r:.80}{hint}: use {', '.join(DEPLOYMENTS)}.")
+    stored, chosen = StoredModel(model), DEPLOYMENTS[format]
+    choices = choose(stored, lambda _: (format, None))
+    weights = [weight_of(choice.site)[1] for choice in choices if choice.format]
+    if not weights:
+        reason = next((choice.reason for choice in choices if choice.reason != "the output layer"), "it has no linear layers")
+        raise UserError(f"No layer of {type(stored.model).__name__} can be written in {format}: {reason}.")
+    cast = chosen.cast
+    if cast.scaling.kind == "nvfp4":
+        # One power of two for all layers: engines that fuse layers need one scale, and shards and compiled blocks share it.
+        largest = max(float(weight.abs().max()) for weight in weights)
+        exponent = math.ceil(math.log2(max(HEADROOM * largest, 2.0**-100) / (cast.element.max * 448)))
+        cast = replace(cast, scale=str(Scale("nvfp4_fixed", arguments=(2.0**exponent,))))
+    precision = chosen.precision(cast)
+    rules = tuple((escape(stored.prefix + choice.site.name), precision if choice.format else None) for choice in choices)
+    say(described(format, choices))
+    return replace(base or Plan(), layers=rules, provenance={"qat": format})

@@ -66,7 +66,8 @@ class Casting(NamedTuple):
     redrawn: bool = False
     """True if its signs are drawn anew in each step."""
     first: str = ""
-    """The cast of the forward product, whose numbers this one casts again in backward; "" for the operand itself."""
+    """The cast of the forward product, whose numbers this one casts in backward, or reads if it has no cast; "" for the operand
+    itself."""
     first_axis: int = 1
     """The axis of that cast."""
     held: bool = False
@@ -253,7 +254,7 @@ def make_settings(
     if precision.requantize:
         x, w = (
             operand._replace(across=operand.across._replace(first=operand.along.cast, whole=False, square=False, fusible=False))
-            if operand.across.cast
+            if operand.along.cast
             else operand
             for operand in (x, w)
         )
@@ -317,8 +318,8 @@ class Later(NamedTuple):
     """The transposed input is cast in forward (""), or in backward: from the input itself ("cast"), or from the kept inputs of
     its SwiGLU ("swiglu")."""
     weight: str = ""
-    """The weight of the input gradient is made in forward (""), or in backward: "transpose" and "cast" as in `_weight_codes`,
-    "decode" from the codes of a frozen weight."""
+    """The weight of the input gradient is made in forward (""), or in backward: "transpose", "cast" and "read" as in
+    `_weight_codes`, "decode" from the codes of a frozen weight."""
     stored: StoredWeight | None = None
     """The frozen weight."""
 
@@ -469,11 +470,13 @@ class _Products(torch.autograd.Function):
         place, grad_amax, grad_largest, levels, signs, *kept = tensors[12:]
         if later.weight == "transpose":
             w_KN = Codes(w_NK.values, w_NK.scale)
+        elif later.weight == "read":
+            w_KN = w_NK
         elif later.weight == "decode":
             assert later.stored is not None
             w_NK, w_KN = _frozen_codes(w_NK, settings.forward_weight, later.stored), w_NK
         ctx.save_for_backward(*x_KM, *w_KN, place, grad_amax, levels, signs, *kept)
-        ctx.grad_largest, ctx.settings, ctx.later, ctx.name = grad_largest, settings, later, name
+        ctx.grad_largest, ctx.settings, ctx.later, ctx.name, ctx.features = grad_largest, settings, later, name, x.shape[1]
         ctx.dtypes = (x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
         operands = (x_MK, settings.input.along, w_NK, settings.forward_weight)
         length = padded(x.shape[1], settings.input.along)
@@ -500,6 +503,9 @@ class _Products(torch.autograd.Function):
             casting = settings.input_grad_weight
             if later.weight == "transpose":
                 w = _transpose_later(w, along.values)
+            elif later.weight == "read":
+                size = dy.shape[1], ctx.features
+                w = Codes(dequantize_codes(*w, settings.forward_weight.stored, size, 1, dy.dtype).T)
             elif later.weight == "decode":
                 assert later.stored is not None
                 w = _cast_decoded(w, casting, later.stored, dy.dtype)
@@ -775,9 +781,11 @@ def _weight_codes(
     """Return the weight in the forward product and in the input gradient: cached layouts as they are, the others cast.
 
     An uncast layout has `dtype`. The last result is "" or how backward makes the second layout: "transpose" transposes the
-    codes of the first, "cast" casts (weight, magnitude, place).
+    codes of the first, "cast" casts (weight, magnitude, place), "read" decodes the codes of the first.
     """
     casting, transposed, cached = settings.weight, settings.transposed, state.weight
+    if passes and settings.input_grad_weight.first and not settings.input_grad_weight.cast:
+        return _in_products(weight_layouts(weight, settings, state, False, dtype), transposed)[0], None, "read"
     if settings.hold == "both" or not passes or not settings.input_grad_weight.cast or casting.shared:
         return *_in_products(weight_layouts(weight, settings, state, passes, dtype), transposed), ""
     forward, backward = (None, None) if cached is None else _in_products(cached, transposed)
@@ -893,7 +901,7 @@ def _cast_decoded(codes: Codes, casting: Casting, stored: StoredWeight, dtype: t
     """Return a frozen weight for the input gradient: its numbers, cast along the other axis, or in `dtype`."""
     w = decoded(codes, stored, torch.float32 if casting.cast else dtype)
     along = stored.axis == 0
-    layouts = cast_layouts(w, casting, Amax(), None, along, not along, None, None)
+    layouts = cast_layouts(w, casting._replace(first=""), Amax(), None, along, not along, None, None)
     weight = layouts.along if along else layouts.across
     assert weight is not None
     return weight
@@ -961,13 +969,13 @@ def cast_layouts(
     """Do the same for layouts with one cast."""
     if not (along or across):
         return OperandCodes(None, None)
+    if casting.first:
+        numbers, again = read_in_forward(x.detach(), casting), casting._replace(first="")
+        uncast = None if casting.cast else dtype or x.dtype
+        return cast_layouts(numbers, again, Amax(), place, along, across, uncast, level, signs)
     if not casting.cast:
         x = x.detach() if dtype is None else x.detach().to(dtype)
         return OperandCodes(Codes(x) if along else None, Codes(x.T) if across else None)
-    if casting.first:
-        return cast_layouts(
-            read_in_forward(x.detach(), casting), casting._replace(first=""), Amax(), place, along, across, None, level, signs
-        )
     if casting.transform:
         bare, x = casting._replace(transform=""), x.detach()
 

@@ -110,7 +110,7 @@ class LayerPrecision:
     overrides: tuple[Override, ...] = ()
     """Casts of single operands in single products, in the products' order. Those that change nothing are dropped."""
     requantize: bool = False
-    """True: backward casts input and weight as the forward product read them, that is, from their codes there."""
+    """True: backward reads input and weight as the forward product did, by their codes there: cast again, or uncast."""
 
     def __post_init__(self) -> None:
         for name in OPERANDS:
@@ -160,10 +160,10 @@ class LayerPrecision:
         if not isinstance(self.requantize, bool):
             raise UserError(f"requantize is true or false, not {self.requantize!r}.")
         for operand, cast in zip(PRODUCTS["forward"], self.casts("forward"), strict=True) if self.requantize else ():
-            if cast is None or cast.turn.size or cast.round.bits or cast.scaling.kind == "delayed":
+            if cast is not None and (cast.turn.size or cast.round.bits or cast.scaling.kind == "delayed"):
                 raise UserError(
-                    f"requantize=True casts the {operand} of the forward product again in backward, and its cast is "
-                    f"{str(cast or 'uncast')!r}: use one without transform, random bits and delayed scales."
+                    f"requantize=True reads the {operand} of the forward product again in backward, and its cast is "
+                    f"{str(cast)!r}: use one without transform, random bits and delayed scales."
                 )
 
     @classmethod
@@ -183,7 +183,7 @@ class LayerPrecision:
             grad: The cast of dY.
             overrides: Casts by product and operand, such as "input_grad.weight", or by product for both of its operands.
                 None, "uncast", "plain" and "bf16" mean that the operand is not cast in that product.
-            requantize: Backward casts input and weight as the forward product read them.
+            requantize: Backward reads input and weight as the forward product did.
 
         >>> print(LayerPrecision.of(input="e4m3 tile(128)", weight="e4m3 block(128)"))
         input e4m3 tile(128) fp32 nearest, weight e4m3 block(128) fp32 nearest
