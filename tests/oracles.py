@@ -368,43 +368,43 @@ def row_bits(key: int, row: int, step: int, columns: int, width: int) -> np.ndar
 
 
 @functools.cache
-def dynamic_map(signed: bool) -> np.ndarray:
+def dynamic_map(signed: bool, decades: int = 7) -> np.ndarray:
     """float32[256], ascending: the values of bitsandbytes' `create_dynamic_map`, each rounded from its exact fraction.
 
     Its loop, with fractions: decade i has 2^i (without sign 2^(i + 1)) values, the middles between neighbours of
-    linspace(0.1, 1), times 10^(i - 6); then 0 and 1.
+    linspace(0.1, 1), times 10^(i - 6); then 0 and 1. Three decades with sign are the 16 values of torchao's AdamW4bit.
     """
     values = [Fraction(0), Fraction(1)]
-    for i in range(7):
+    for i in range(decades):
         parts = 2**i if signed else 2 ** (i + 1)
         ends = [Fraction(1, 10) + Fraction(9, 10) * j / parts for j in range(parts + 1)]
-        means = [(low + high) / 2 * Fraction(10) ** (i - 6) for low, high in itertools.pairwise(ends)]
+        means = [(low + high) / 2 * Fraction(10) ** (i - decades + 1) for low, high in itertools.pairwise(ends)]
         values += [*means, *(-mean for mean in means)] if signed else means
     return np.array([float32(value) for value in sorted(values)])
 
 
 @functools.cache
-def dynamic_values(signed: bool) -> np.ndarray:
+def dynamic_values(signed: bool, decades: int = 7) -> np.ndarray:
     """The same as they are decoded: step * (t - first) with float32 constants, which is within two units of the last place."""
-    exact, values = dynamic_map(signed), []
-    for code in range(256):
-        p = abs(code - 127) if signed else code
+    exact, values = dynamic_map(signed, decades), []
+    for code in range(len(exact)):
+        p = abs(code - 2**decades + 1) if signed else code
         t = p if signed else p + 1
         k = t.bit_length() - 1
         i = k if signed else k - 1
-        if p == 0 or i == 7:  # zero and one
+        if p == 0 or i == decades:  # zero and one
             values.append(exact[code])
             continue
         parts = 2**k
-        step = float32(Fraction(10) ** (i - 6) * Fraction(9, 10) / parts)
+        step = float32(Fraction(10) ** (i - decades + 1) * Fraction(9, 10) / parts)
         first = float32(Fraction(parts) * Fraction(8, 9) - Fraction(1, 2))
         values.append(np.sign(exact[code]) * ((np.float32(t) - first) * step))
     return np.array(values, np.float32)
 
 
-def dynamic_code(x: np.ndarray, signed: bool) -> np.ndarray:
+def dynamic_code(x: np.ndarray, signed: bool, decades: int = 7) -> np.ndarray:
     """The codes of the values nearest to `x`, by search."""
-    return np.abs(widen(x)[..., None] - widen(dynamic_map(signed))).argmin(-1)
+    return np.abs(widen(x)[..., None] - widen(dynamic_map(signed, decades))).argmin(-1)
 
 
 def adamw_constants(
@@ -453,7 +453,7 @@ def stored(x: np.ndarray, name: str, random: np.ndarray | None = None) -> np.nda
 def stored_in_blocks(
     x: np.ndarray, name: str, block: int, signed: bool, random: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(codes, scales, values) of float32 matrix `x` in 8 bits, block after block of each row."""
+    """(codes, scales, values) of float32 matrix `x` in 8 or 4 bits, block after block of each row."""
     rows, columns = x.shape
     codes, scales = np.zeros(x.shape, np.int64), np.zeros((rows, math.ceil(columns / block)), np.float32)
     values = np.zeros(x.shape, np.float32)
@@ -466,6 +466,15 @@ def stored_in_blocks(
                 scales[row, number] = amax or 1
                 codes[row, part] = dynamic_code(x[row, part] * multiply, signed)
                 numbers = dynamic_values(signed)[codes[row, part]]
+            elif name == "dynamic4":
+                multiply = np.float32(1) / amax if amax else np.float32(1)
+                scales[row, number] = amax or int(signed)
+                if signed:
+                    codes[row, part] = dynamic_code(x[row, part] * multiply, True, 3)
+                    numbers = dynamic_values(True, 3)[codes[row, part]]
+                else:  # torchao's linspace(0, 1, 17) without its first value
+                    codes[row, part] = np.maximum(np.rint(x[row, part] * multiply * 16) - 1, 0)
+                    numbers = np.linspace(0, 1, 17)[1:][codes[row, part]]
             elif name == "companded8":
                 codes[row, part], scales[row, number], values[row, part] = companded(x[row, part], signed)
                 continue
@@ -484,6 +493,9 @@ def stored_in_blocks(
                     numbers = round_gfloat(name, scaled, mode, **bits)
                 codes[row, part] = encode(name, numbers)
             values[row, part] = numbers.astype(np.float32) * scales[row, number]
+    if name == "dynamic4":
+        codes = np.pad(codes, ((0, 0), (0, columns % 2)))
+        codes = codes[:, ::2] * 16 + codes[:, 1::2]
     return codes, scales, values
 
 

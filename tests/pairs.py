@@ -426,7 +426,7 @@ def differing_pieces(a: Sequence[Piece], b: Sequence[Piece], update: Update) -> 
                 continue
             scale = getattr(mine, f"{name}_scale", None)
             if name in ("m", "v") and scale is not None:
-                lost = scale.isnan().repeat_interleave(update.block, 1)[:, : x.shape[1]]
+                lost = scale.isnan().repeat_interleave(update.block // (2 if update.packed else 1), 1)[:, : x.shape[1]]
                 x, y = x.masked_fill(lost, 0), y.masked_fill(lost.to(y.device), 0)
             wrong += differing(x, y)
     return wrong

@@ -253,7 +253,7 @@ def test_a_block_of_subnormal_numbers_comes_back() -> None:
     m, scale = adamw.store_state(value, update, True)
     assert scale.tolist() == [[2.0**-126] * 2]
     # Values up to 2^-4 of the scale lie in the decade whose 32 parts are 0.09 / 32 wide.
-    assert bool(((adamw.load_state(m, scale, update, True) - value).abs() <= 2.0**-126 * 0.09 / 32 / 2 * 1.01).all())
+    assert bool(((adamw.load_state(m, scale, update, True, 32) - value).abs() <= 2.0**-126 * 0.09 / 32 / 2 * 1.01).all())
 
 
 # Masters that are split into bfloat16 weights and more bits ------------------------------------------------------------

@@ -45,12 +45,12 @@ from dither.tools import doctor
 
 
 @triton.jit
-def _dynamic_kernel(points_ptr, codes_ptr, back_ptr, tables_ptr, SIGNED: tl.constexpr):
+def _dynamic_kernel(points_ptr, codes_ptr, back_ptr, tables_ptr, SIGNED: tl.constexpr, FOUR: tl.constexpr):
     """The map's device functions, which otherwise run within an optimizer's step."""
     place = tl.program_id(0) * 1024 + tl.arange(0, 1024)
-    codes = kernel_dynamic.encode(tl.load(points_ptr + place), tables_ptr, SIGNED)
+    codes = kernel_dynamic.encode(tl.load(points_ptr + place), tables_ptr, SIGNED, FOUR)
     tl.store(codes_ptr + place, codes)
-    tl.store(back_ptr + place, kernel_dynamic.decode(codes, tables_ptr, SIGNED))
+    tl.store(back_ptr + place, kernel_dynamic.decode(codes, tables_ptr, SIGNED, FOUR))
 
 
 @triton.jit
@@ -427,7 +427,7 @@ def test_ties_of_split_masters_whose_moments_are_zero(device: str) -> None:
 
 
 @pytest.mark.usefixtures("short_programs")
-@pytest.mark.parametrize("states", ["dynamic8", "companded8", "int8", "e3m4"])
+@pytest.mark.parametrize("states", ["dynamic8", "companded8", "dynamic4", "int8", "e3m4"])
 def test_adamw_with_blocks_of_subnormal_moments(states: str, device: str) -> None:
     """Their scale stops at the largest factor: hard values have a row of such gradients from six rows on."""
     update = Update("nearest", states, block=32)
@@ -588,20 +588,22 @@ def test_whole_optimizers(states: str, device: str) -> None:
     assert sum(map(pairs.differing, *results)) == 0
 
 
+@pytest.mark.parametrize("four", [False, True])
 @pytest.mark.parametrize("signed", [True, False])
-def test_dynamic_map(signed: bool, device: str) -> None:
+def test_dynamic_map(signed: bool, four: bool, device: str) -> None:
     """Encoding and decoding: every value, the middles between them, and neighbours of both."""
-    values = state_maps.decode(torch.arange(256).to(torch.uint8), signed)
+    encode, decode = (state_maps.encode4, state_maps.decode4) if four else (state_maps.encode, state_maps.decode)
+    values = decode(torch.arange(16 if four else 256).to(torch.uint8), signed)
     points = torch.cat([values, (values[1:] + values[:-1]) / 2, 2.0 ** -torch.arange(0.0, 40.0), torch.rand(400)])
     points = torch.cat([points, points.nextafter(torch.tensor(2.0)), points.nextafter(torch.tensor(-2.0))]).clamp(-1, 1)
     points = points if signed else points.abs()
     points = torch.nn.functional.pad(points, (0, -len(points) % 1024)).to(device)
     codes, back = torch.empty(len(points), dtype=torch.int32, device=device), torch.empty(len(points), device=device)
     tables = kernel_dynamic.device_tables(points.device)
-    _dynamic_kernel[(len(points) // 1024,)](points, codes, back, tables, SIGNED=signed, enable_fp_fusion=False)
-    expected = state_maps.encode(points, signed)
+    _dynamic_kernel[(len(points) // 1024,)](points, codes, back, tables, SIGNED=signed, FOUR=four, enable_fp_fusion=False)
+    expected = encode(points, signed)
     assert (codes == expected.int()).all()
-    assert pairs.differing(back, state_maps.decode(expected, signed)) == 0
+    assert pairs.differing(back, decode(expected, signed)) == 0
 
 
 def test_pow2(device: str) -> None:

@@ -39,7 +39,7 @@ def trained(format: str, steps: int = 1, **options) -> tuple[torch.nn.Module, di
     return model, conversion
 
 
-@pytest.mark.sampled(only=["nvfp4", "fp8-block", "int8"])
+@pytest.mark.sampled(only=["auto-nvfp4", "its own-nvfp4", "auto-fp8-block", "auto-int8"])
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("asked", ["auto", "its own"])
 def test_the_export_writes_the_codes_that_forward_multiplies(format, asked, tmp_path):

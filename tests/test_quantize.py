@@ -526,3 +526,67 @@ def test_one_correction_of_a_product_with_the_inverse_is_the_rounded_quotient(na
     quotient = mantissas * inverse
     corrected = fused(fused(quotient, -divisor, mantissas), inverse, quotient)
     assert int((corrected != mantissas / divisor).sum()) == 0
+
+
+# Casts of other libraries ---------------------------------------------------------------------------------------------
+
+
+def hard_groups() -> torch.Tensor:
+    """Groups that other libraries treat in a way of their own: ties, zeros, one sign, numbers at the ends of float16."""
+    x = numbers((24, 128), seed=7)
+    x[0], x[1], x[2], x[3, :32] = 0.0, -0.0, -x[2].abs(), 0.0
+    x[4] *= 2.0**-16  # float16 scales are subnormal
+    x[5] *= 2.0**-28  # and zero
+    x[6] *= 2.0**22  # beyond float16
+    x[7] = torch.arange(-64, 64) / 8
+    x[8], x[9] = -x[7], torch.randint(-16, 17, (128,), generator=torch.Generator().manual_seed(1)) / 2
+    x[10:16] = x[10:16].bfloat16().float()  # with more ties
+    x[16, 0], x[16, 1:] = 2.0**-149, 0.0
+    return x
+
+
+def by_definition(group: np.ndarray, kind: str) -> tuple[np.float32, np.ndarray]:
+    """The scale and the integers of one group, from float32 operations in numpy."""
+    f, largest = np.float32, group[np.abs(group).argmax()]
+    with np.errstate(all="ignore"):
+        if kind == "bf16":
+            scale = f(oracles.ML_DTYPES["bf16"](abs(largest) / f(7.5))) if largest else f(1)
+            scale = max(scale, f(2.0**-126))
+            return scale, np.rint(group / scale).clip(-8, 7)
+        d = f(largest / f(-8)) if kind == "q4_0" else f(abs(largest) / f(127))
+        stored = f(np.float16(np.clip(d, -65504, 65504)))
+        inverse = np.clip(f(1) / d, f(-(2.0**126)), f(2.0**126)) if d else f(0)
+        if kind == "q4_0":
+            return stored, np.trunc(group * inverse + f(8.5)).clip(0, 15) - 8
+        scaled = group * inverse
+        return stored, np.trunc(scaled + np.copysign(f(0.5), scaled).astype(np.float64)).clip(-127, 127)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "size"),
+    [("int4-g32", "bf16", 32), ("int4-g128", "bf16", 128), ("q4_0",) * 2 + (32,), ("q8_0",) * 2 + (32,)],
+)
+def test_casts_of_other_libraries_follow_their_definitions(name, kind, size):
+    x = hard_groups()
+    q = dither.quantize(x, name)
+    codes = codes_of(q) & (1 << q.cast.element.bits) - 1
+    top = 1 << q.cast.element.bits - 1
+    integers = np.where(codes >= top, codes - 2 * top, codes)
+    assert q.scale.dtype == torch.float32
+    for row, column in itertools.product(range(x.shape[0]), range(0, x.shape[1], size)):
+        scale, expected = by_definition(x[row, column : column + size].numpy(), kind)
+        assert q.scale[row, column // size].numpy().tobytes() == scale.tobytes()
+        assert np.array_equal(integers[row, column : column + size], expected), (row, column)
+    assert integers.min() == (-127 if kind == "q8_0" else -8)
+    read = torch.from_numpy(integers.astype(np.float32)) * q.scale.repeat_interleave(size, 1)
+    assert same_bits(q.dequantize(), read)
+    assert same_bits(dither.fake_quantize(x, name), read)
+    assert same_bits(dither.quantize(x.T, name, axis=0).dequantize(), read.T)
+
+
+@pytest.mark.parametrize("name", ["int4-g32", "q4_0", "q8_0"])
+def test_casts_of_other_libraries_refuse_what_is_not_finite(name):
+    with pytest.raises(dither.UserError, match=r"NaN|Inf"):
+        dither.quantize(torch.tensor([1.0, math.nan]), name)
+    assert dither.quantize(torch.zeros(3, 40), name).dequantize().abs().max() == 0  # a ragged edge
+    assert dither.quantize(torch.zeros(0, 40), name).bits == 0

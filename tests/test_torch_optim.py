@@ -713,6 +713,8 @@ OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"states": "fp32"}, {"states": "dynamic8", "block": 16}),
     ({"states": "dynamic8", "block": 32}, {"block": 16}),
     ({"states": "int8", "block": 16}, {"states": "e4m3"}),
+    ({"states": "dynamic4", "block": 16}, {"states": "fp32"}),
+    ({"states": "companded8", "block": 16}, {"states": "dynamic4", "block": 32}),
     ({"weights": "nearest"}, {"weights": "stochastic"}),
     ({"weights": "stochastic"}, {"weights": "kahan"}),
     ({"weights": "kahan"}, {"weights": "nearest"}),

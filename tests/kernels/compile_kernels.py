@@ -209,6 +209,7 @@ UPDATES = [
     (Update("nearest", "e4m3", "stochastic", 128, "fp32"), torch.float16),
     (Update("stochastic", "dynamic8", block=2048), torch.bfloat16),
     (Update("stochastic", "companded8"), torch.bfloat16),
+    (Update("stochastic", "dynamic4"), torch.bfloat16),
     (Update("nearest", "fp32", master="split"), torch.bfloat16),
     (Update("nearest", "bf16", master="split24"), torch.bfloat16),
 ]

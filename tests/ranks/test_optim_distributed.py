@@ -28,7 +28,7 @@ KINDS: dict[str, dict[str, object]] = {
     "kahan": {"dtype": torch.bfloat16, "weights": "kahan", "states": "bf16"},
     "masters": {"dtype": torch.bfloat16, "master": "fp32", "states": "fp32"},
     "split masters": {"dtype": torch.bfloat16, "master": "split", "states": "fp32"},
-    "24-bit masters": {"dtype": torch.bfloat16, "master": "split24", "states": "dynamic8", "block": 16},
+    "24-bit masters": {"dtype": torch.bfloat16, "master": "split24", "states": "dynamic4", "block": 16},
     "dynamic8": {"dtype": torch.bfloat16, "states": "dynamic8", "block": 16},
     "e4m3 stochastic": {"dtype": torch.float32, "states": "e4m3", "state_rounding": "stochastic", "block": 16},
     "Adam-mini": {"dtype": torch.bfloat16, "mini": True},

@@ -161,7 +161,7 @@ class Tiny(nn.Module):
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "dynamic8": lambda model: dither.optim.AdamW(model.named_parameters(), lr=1e-2, states="dynamic8"),
+    "dynamic4": lambda model: dither.optim.AdamW(model.named_parameters(), lr=1e-2, states="dynamic4"),
     "bf16": lambda model: dither.optim.AdamW(model.named_parameters(), lr=1e-2, states="bf16"),
     "adam-mini": lambda model: dither.optim.AdamMini(model.named_parameters(), ROLES, lr=1e-2),
     "torch": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
@@ -279,7 +279,7 @@ class Stage(nn.Module):
 
 def save_stages(folder: Path) -> None:
     model = Stage(*(("norm", "up") if dist.get_rank() == 0 else ("down",)))
-    made = OPTIMIZERS["dynamic8"](model)
+    made = OPTIMIZERS["dynamic4"](model)
     model.steps(made)
     tensors, plain = pack(model, made, step=2, group=world())
     save_together(folder, 2, tensors, plain)
@@ -290,7 +290,7 @@ def save_stages(folder: Path) -> None:
 
 def restore_stages(folder: Path, again: Path) -> None:
     model = Stage(*(("up", "down") if dist.get_rank() == 0 else ("norm",)))
-    made = OPTIMIZERS["dynamic8"](model)
+    made = OPTIMIZERS["dynamic4"](model)
     with SavedTensors(folder / "step-00000002") as saved, torch.no_grad():
         model.get_parameter("up.weight" if dist.get_rank() == 0 else "norm.weight").zero_()
         if dist.get_rank() == 0:
@@ -305,12 +305,12 @@ def test_stages_of_a_pipeline_are_one_model(tmp_path):
     ranks(2, save_stages, tmp_path / "first")
     ranks(2, restore_stages, tmp_path / "first", tmp_path / "second")
     model = Stage("norm", "up", "down")
-    made = OPTIMIZERS["dynamic8"](model)
+    made = OPTIMIZERS["dynamic4"](model)
     model.steps(made)
     tensors, plain = pack(model, made, step=2)
     for name in ("first", "second"):
         other = Stage("norm", "up", "down")
-        optimizer = OPTIMIZERS["dynamic8"](other)
+        optimizer = OPTIMIZERS["dynamic4"](other)
         with SavedTensors(tmp_path / name / "step-00000002") as saved:
             unpack(other, optimizer, saved, saved.plain)
         found, values = pack(other, optimizer, step=2)

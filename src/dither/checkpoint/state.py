@@ -333,7 +333,7 @@ class SavedState(Mapping[str, Any]):
 
     Args:
         source: The tensors.
-        parameter: The parameter. States of its shape, and the scales of blocks of its rows, have its layout.
+        parameter: The parameter. States of its shape, and moments and scales whose rows are its rows, have its layout.
     """
 
     def __init__(self, source: TensorSource, parameter: Tensor) -> None:
@@ -345,7 +345,8 @@ class SavedState(Mapping[str, Any]):
         if key not in self.tensors:
             return self.numbers[key]
         shape, own = self.source.tensors[self.tensors[key]].shape, tuple(self.parameter.shape)
-        follows = (shape == own and key != "step") or (key.endswith("_scale") and len(own) > 0 and shape[:-1] == own[:-1])
+        rows = key.startswith("exp_avg") and len(own) > 1 and shape[:-1] == own[:-1]
+        follows = (shape == own and key != "step") or rows
         return self.source.read(self.tensors[key], self.parameter if follows else None)
 
     def __iter__(self) -> Iterator[str]:

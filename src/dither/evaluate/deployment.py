@@ -210,10 +210,8 @@ def deploy(model: nn.Module, plan: Plan, *, evaluate: Evaluate | None = None) ->
         if site.name not in left_alone and precision is not None and precision.weight is not None:
             parameter, weight, axis = weight_of(site)
             codes = quantize(weight, precision.weight, axis=axis)
-            stored = [codes.values, codes.scale, codes.tensor_scale]
-            bits = 8 * sum(part.numel() * part.itemsize for part in stored if part is not None) / weight.numel()
             formats = {precision.weight.format: 1.0}
-            cast_weights[parameter] = _deployed(site.name, weight, codes.dequantize(), formats, bits)
+            cast_weights[parameter] = _deployed(site.name, weight, codes.dequantize(), formats, codes.bits)
     if not cast_weights:
         raise UserError(
             f"The plan casts no weight of {type(model).__name__}: give its layers a weight such as 'e2m1 block(32)'."

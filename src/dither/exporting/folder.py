@@ -242,9 +242,12 @@ def _wanted(model: nn.Module, format: str, plan: Plan | None) -> Wanted:
 def _own_cast(format: str, precision: LayerPrecision | None) -> Cast | None:
     """Return the cast of a weight in training if the export can repeat it: its codes have the format, and nothing is drawn."""
     cast = None if precision is None else precision.cast("forward", "weight")
-    if cast is None or cast.codes != DEPLOYMENTS[format].cast.codes or cast.round.kind != "nearest" or cast.turn.size:
+    stored = DEPLOYMENTS[format].cast
+    if cast is None or cast.codes != stored.codes or cast.round.kind != "nearest" or cast.turn.size:
         return None
-    return None if cast.scaling.kind == "delayed" or cast.scaling.measures_tensor else cast
+    if cast.scaling.kind == "delayed" or cast.scaling.measures_tensor:
+        return None
+    return cast if cast.scaling == stored.scaling or stored.scaling.rule.exported_bits == 32 else None
 
 
 def _own_plan(model: nn.Module) -> Plan:

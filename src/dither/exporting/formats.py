@@ -132,7 +132,13 @@ def format_of(cast: Cast | None, input: Cast | None = None) -> str:
         return "bf16"
     found = [name for name, each in FORMATS.items() if each.deployment.cast.codes == cast.codes]
     if found:
-        return next((name for name in found if FORMATS[name].deployment.input_cast == input), found[0])
+        asked = (cast.scaling, input)
+
+        def likeness(name: str) -> tuple[bool, bool]:
+            own = FORMATS[name].deployment
+            return own.cast.scaling == asked[0], own.input_cast == asked[1]
+
+        return max(found, key=likeness)
     if cast.element.is_integer:
         return "int8"
     if cast.format == "e2m1":

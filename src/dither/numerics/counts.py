@@ -27,7 +27,9 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from dither.ops.reference import quantize, rounding, transforms
+from dither.ops.reference.scales import Factors, library_codes, spread
 from dither.spec import Cast, Rounding, groups
+from dither.spec.cast import LIBRARY_CASTS
 from dither.spec.formats import Format
 from dither.spec.groups import GroupLayout
 
@@ -75,7 +77,9 @@ def cast_counts(x: Tensor, cast: Cast, axis: int = -1, given_amax: Tensor | None
     known = torch.where(finite, magnitude, torch.nan)  # NaN compares as false
     scaled = known.float() if factors is None else _multiplied(known, factors.multiply, layout)
     round = Rounding("nearest") if cast.scaling.kind == "eden" else cast.round
-    if cast.element.codebook or not cast.element.mantissa_bits or not cast.round.rule.kernel:
+    if factors is not None and cast.scaling.kind in LIBRARY_CASTS:
+        changed = _integers(x_BRC.float(), cast, layout, factors)
+    elif cast.element.codebook or not cast.element.mantissa_bits or not cast.round.rule.kernel:
         signed = scaled.copysign(x_BRC.transpose(1, 2) if factors is not None and layout.along_rows else x_BRC)
         changed = _looked_up(signed, cast.element, cast.round)
     else:
@@ -129,6 +133,14 @@ def _looked_up(s: Tensor, format: Format, round: Rounding) -> Tensor:
         random = torch.full_like(known, draw << max(round.bits - 4, 0), dtype=torch.int32) if round.bits else None
         flushed += (rounding.round_values(known, format, round, True, random) == 0) & (known != 0)
     return torch.stack([clipped.sum().double(), flushed.sum() / len(draws), torch.zeros_like(flushed.sum())])
+
+
+def _integers(x_BRC: Tensor, cast: Cast, layout: GroupLayout, factors: Factors) -> Tensor:
+    """Do the same for the scales that round as another library does: a clipped number is more than half a unit away."""
+    codes = library_codes(x_BRC, cast, layout, factors)
+    clipped = (x_BRC * spread(factors.multiply, layout) - codes).abs() > 0.5 + 2.0**-16
+    flushed = (codes == 0) & (x_BRC != 0)
+    return torch.stack([clipped.sum(), flushed.sum(), torch.zeros_like(flushed.sum())]).double()
 
 
 def _expected(s: Tensor, format: Format, bits: int) -> Tensor:

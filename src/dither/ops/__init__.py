@@ -4,6 +4,7 @@ These functions check their arguments. The operators that they call (`torch.ops.
 them again.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -46,6 +47,19 @@ class Quantized:
     """The largest magnitude of the tensor, 0-d, which `quantize_both` measures for delayed scaling."""
     place: Tensor | None = None
     """int64[3], by which the signs of a redrawn transform were drawn."""
+
+    @property
+    def bits(self) -> float:
+        """Return the bits per value in a file: codes, and scales in as many bits as they need.
+
+        >>> import dither, torch
+        >>> [dither.quantize(torch.ones(4, 128), cast).bits for cast in ("mxfp4", "q4_0", "e2m1 tile(32)")]
+        [4.25, 4.5, 5.0]
+        """
+        bits = 8 * self.values.nbytes + (32 if self.tensor_scale is not None else 0)
+        if self.scale is not None:
+            bits += self.scale.numel() * min(8 * self.scale.itemsize, self.cast.scaling.rule.exported_bits)
+        return bits / max(math.prod(self.shape), 1)
 
     def dequantize(self, dtype: torch.dtype | None = None, *, backend: str = "auto") -> Tensor:
         """Return the numbers in the original tensor's shape, in `dtype` (by default the original dtype).

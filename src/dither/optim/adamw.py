@@ -108,12 +108,12 @@ class AdamW(Optimizer):
         weights: rounding of 16-bit parameters: "stochastic" (the default), "nearest", or "kahan" (to nearest, with the rounding
             error kept in 16 bits).
         bf16_stochastic_round: torchao's name for the same: True means weights="stochastic", False weights="nearest".
-        states: format of both moments: "fp32", "bf16", "dynamic8", "companded8", "int8", "e4m3", "e5m2" or "e3m4". The default
-            is fp32 for float32 parameters, else bf16. One-dimensional parameters (norms, biases) keep fp32 moments instead of
-            8-bit ones.
+        states: format of both moments: "fp32", "bf16", "companded8", "dynamic8", "dynamic4", "int8", "e4m3", "e5m2" or "e3m4".
+            The default is fp32 for float32 parameters, else bf16. One-dimensional parameters (norms, biases) keep fp32 moments
+            instead of those of 8 or 4 bits.
         state_rounding: "stochastic" (the default of bf16) or "nearest" (the default of 8 bits).
-        block: how many neighbours in a row share the scale of an 8-bit state, from 16 to 2048.
-        min_8bit_size: parameters with fewer elements keep fp32 moments instead of 8-bit ones.
+        block: how many neighbours in a row share the scale of a state of 8 or 4 bits, from 16 to 2048.
+        min_8bit_size: parameters with fewer elements keep fp32 moments instead of those of 8 or 4 bits.
         master: "fp32" keeps float32 weights as a state and rounds them to the parameters (mixed precision O2). "split" keeps
             the same numbers as bfloat16 parameters and 16 more bits, "split24" 24-bit numbers as parameters and 8 more bits.
         share: roles of the parameters by name, such as `dither.optim.roles(model)`: rows then share second moments (Adam-mini).

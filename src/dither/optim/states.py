@@ -1,8 +1,8 @@
 """The state that an optimizer keeps per parameter: its tensors, their formats, and changes of format between steps.
 
-A state has the entries `step`, `exp_avg` and `exp_avg_sq`, for 8-bit moments also `exp_avg_scale` and `exp_avg_sq_scale`, and
-`master`, `master_low` or `remainder`. Every tensor is a DTensor placed as its parameter, if that is one. The second moments of
-Adam-mini are one per run of rows, and whole on every rank.
+A state has the entries `step`, `exp_avg` and `exp_avg_sq`, for moments in few bits also `exp_avg_scale` and `exp_avg_sq_scale`,
+and `master`, `master_low` or `remainder`. Every tensor is a DTensor placed as its parameter, if that is one. The second moments
+of Adam-mini are one per run of rows, and whole on every rank.
 """
 
 import math
@@ -51,7 +51,7 @@ def layout(member: Member) -> dict[str, tuple[torch.dtype, torch.Size]]:
     """Return the dtype and local shape of every tensor of a parameter's state, but for the count of steps."""
     update, shape = member.update, member.oriented(local(member.parameter)).shape
     dtype = torch.uint8 if update.in_blocks else torch.float32 if update.states == "fp32" else torch.bfloat16
-    entries = dict.fromkeys(MOMENTS, (dtype, shape))
+    entries = dict.fromkeys(MOMENTS, (dtype, _stored_shape(shape, update)))
     if update.in_blocks:
         scales = torch.Size((*shape[:-1], math.ceil(shape[-1] / update.block)))
         entries |= dict.fromkeys((f"{key}_scale" for key in MOMENTS), (torch.float32, scales))
@@ -62,6 +62,11 @@ def layout(member: Member) -> dict[str, tuple[torch.dtype, torch.Size]]:
         return entries | ({"master": (torch.float32, shape)} if low is None else {"master_low": (low, shape)})
     kahan = update.weights == "kahan" and member.parameter.dtype != torch.float32
     return entries | ({"remainder": (member.parameter.dtype, shape)} if kahan else {})
+
+
+def _stored_shape(shape: torch.Size, update: Update) -> torch.Size:
+    """Return the shape in which the moments of a parameter, or of a part, are stored."""
+    return torch.Size((*shape[:-1], update.bytes_per_row(shape[-1]))) if update.packed else shape
 
 
 def new(member: Member) -> State:
@@ -84,9 +89,10 @@ def decode(state: Mapping[str, Any], member: Member, update: Update) -> Moments:
         if member.role is not None and key == "exp_avg_sq":
             break
         if scale is not None and update.in_blocks:
-            moments.append(load_state(as_matrix(values), as_matrix(scale), update, signed).view(values.shape))
+            shape = member.oriented(local(member.parameter)).shape
+            moments.append(load_state(as_matrix(values), as_matrix(scale), update, signed, shape[-1]).view(shape))
         else:
-            moments.append(load_state(values, None, replace(update, states="fp32"), signed))
+            moments.append(load_state(values, None, replace(update, states="fp32"), signed, 0))
     if member.role is None:
         return Moments(state["step"], moments[0], moments[1])
     m = moments[0]
@@ -125,10 +131,11 @@ def encode(moments: Moments, member: Member) -> State:
 
 def _placed(member: Member, key: str, values: Tensor, scale: Tensor | None) -> dict[str, Tensor]:
     """Return the storage of a moment, a matrix and its scales, in the parameter's shape and placement."""
-    shape = member.oriented(local(member.parameter)).shape
-    state = {key: sharded_like(member.parameter, values.view(shape))}
+    shape, update = member.oriented(local(member.parameter)).shape, member.update
+    columns = update.bytes_per_row(member.parameter.shape[-1]) if update.packed else None
+    state = {key: sharded_like(member.parameter, values.view(_stored_shape(shape, update)), columns)}
     if scale is not None:
-        blocks = math.ceil(member.parameter.shape[-1] / member.update.block)
+        blocks = math.ceil(member.parameter.shape[-1] / update.block)
         state[f"{key}_scale"] = sharded_like(member.parameter, scale.view(*shape[:-1], scale.shape[-1]), blocks)
     return state
 
@@ -213,6 +220,7 @@ def settle(state: State, member: Member, before: Update) -> None:
 def _converted(old: State, member: Member, before: Update) -> State:
     """Return the moments of a state that was written in another format; `before` is how it was written."""
     shape = member.oriented(local(member.parameter)).shape
+    shape = _stored_shape(shape, before) if "exp_avg_scale" in old else shape
     for key in MOMENTS:
         moment = old.get(key)
         wrong = not isinstance(moment, Tensor) or (local(moment).shape != shape and key == "exp_avg")

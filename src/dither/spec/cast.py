@@ -29,6 +29,14 @@ MOST_COMPARED = 256
 """Largest group of `four_over_six`: its sums of squared errors are integers of 32 bits."""
 
 
+LIBRARY_CASTS = {
+    "bf16": (("int4", "int8"), ("tile(32)", "tile(64)", "tile(128)")),
+    "q4_0": (("int4",), ("tile(32)",)),
+    "q8_0": (("int8",), ("tile(32)",)),
+}
+"""Formats and granularities of the scales that round as another library does. Those of int4 use the lowest code too, -8."""
+
+
 @dataclass(frozen=True)
 class Scale:
     """The rule for a group's scale. `history`, `margin` and `algo` belong to `delayed`."""
@@ -144,8 +152,8 @@ class Cast:
     granularity: str = "none"
     """The elements that share a scale: none, tensor, row, block(n) or tile(n)."""
     scale: str = "none"
-    """none, fp32, mse, pow2, pow2_ceil, pow2_round, pow2_rtz, nvfp4, nvfp4_fixed(scale), four_over_six, static(scale) or
-    delayed(history)."""
+    """none, fp32, mse, quest, pow2, pow2_ceil, pow2_round, pow2_rtz, nvfp4, nvfp4_fixed(scale), four_over_six, eden(n), bf16,
+    q4_0, q8_0, static(scale) or delayed(history)."""
     rounding: str = "nearest"
     """nearest, stochastic(bits), toward_zero, or a registered rule."""
     transform: str = "none"
@@ -198,6 +206,15 @@ class Cast:
                     f"scale='eden(n)' rounds scales of tiles of e2m1 stochastically, with n of 16, 32, 64 or 128: write "
                     f"'e2m1 tile(16) eden(128) stochastic(16)', not {str(self)!r}."
                 )
+        if scale.kind == "quest" and (element.name != "e2m1" or rounding.kind != "nearest"):
+            raise UserError(f"scale='quest' clips where nearest values of e2m1 have the least error: write 'e2m1', not {self}.")
+        if scale.kind in LIBRARY_CASTS:
+            formats, groups = LIBRARY_CASTS[scale.kind]
+            if element.name not in formats or str(self.granularity) not in groups or rounding.kind != "nearest":
+                raise UserError(
+                    f"scale={self.scale!r} casts to {' or '.join(formats)} in {' or '.join(groups)} as another library does, "
+                    f"to nearest: write '{formats[0]} {groups[0]} {scale.kind}', not {str(self)!r}."
+                )
         if scale.kind == "mse" and rounding.kind != "nearest":
             raise UserError(f"scale='mse' lowers the error of rounding to nearest: use it so, not with {self.rounding!r}.")
         least = {"static": -126, "nvfp4_fixed": -117}.get(scale.kind)
@@ -231,8 +248,8 @@ class Cast:
     def parse(cls, text: str) -> "Cast":
         """Parse a cast: `format [granularity [scale]] [rounding] [transform]`, or `name [rounding] [transform]`.
 
-        Names are `mxfp8`, `mxfp6`, `mxfp4` and `nvfp4`. The default scale of a granularity is `fp32`. A stochastic MX cast has
-        the scale `pow2_ceil`, because clipping would bias it.
+        Names are `mxfp8`, `mxfp6`, `mxfp4`, `nvfp4`, `int4-g32`, `int4-g128`, `q4_0` and `q8_0`. The default scale
+        of a granularity is `fp32`. A stochastic MX cast has the scale `pow2_ceil`, because clipping would bias it.
 
         >>> print(Cast.parse("mxfp4 stochastic(16)"))
         e2m1 tile(32) pow2_ceil stochastic(16)
@@ -295,6 +312,10 @@ for _named in (
     NamedCast("mxfp6", "e2m3", "tile(32)", "pow2"),
     NamedCast("mxfp4", "e2m1", "tile(32)", "pow2"),
     NamedCast("nvfp4", "e2m1", "tile(16)", "nvfp4"),
+    NamedCast("int4-g32", "int4", "tile(32)", "bf16"),
+    NamedCast("int4-g128", "int4", "tile(128)", "bf16"),
+    NamedCast("q4_0", "int4", "tile(32)", "q4_0"),
+    NamedCast("q8_0", "int8", "tile(32)", "q8_0"),
 ):
     registry.CASTS.add(_named)
 

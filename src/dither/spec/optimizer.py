@@ -21,14 +21,17 @@ uncorrelated with them."""
 WHOLE = ("fp32", "bf16")
 """State formats with float32's range: stored without scales, one number per element."""
 
-MAPS = ("dynamic8", "companded8")
-"""8-bit states whose values are not those of a number format: see `dither.ops.reference.state_maps` and `companded`."""
+MAPS = ("dynamic8", "companded8", "dynamic4")
+"""States of 8 and 4 bits whose values are not those of a number format: see `dither.ops.reference.state_maps`."""
 
 BLOCKS = (*MAPS, *(name for name, row in TABLE.items() if row.bits == 8 and row.signed))
-"""8-bit state formats: stored as codes, with one float32 scale per block of neighbours in a row."""
+"""State formats of 8 and 4 bits: stored as codes, with one float32 scale per block of neighbours in a row."""
+
+PACKED = ("dynamic4",)
+"""State formats of 4 bits: a byte holds two neighbours in a row, the first one in its upper half."""
 
 MOST_BLOCK = 2048
-"""The largest block of an 8-bit state, which is that of the first 8-bit optimizers."""
+"""The largest block of a state in few bits, which is that of the first 8-bit optimizers."""
 
 WEIGHTS = ("stochastic", "nearest", "kahan")
 """Roundings of 16-bit weights, see `Update.weights`."""
@@ -48,17 +51,17 @@ class Update:
     """Rounding of 16-bit weights: stochastic (unbiased), to nearest, or to nearest with the error kept (Kahan)."""
     states: str = "bf16"
     """Format of both moments: fp32, bf16, or with one scale per block: dynamic8 (bitsandbytes' map), companded8 (FlashOptim's),
-    int8, e4m3, e5m2, e3m4."""
+    dynamic4 (torchao's 4 bits), int8, e4m3, e5m2, e3m4."""
     state_rounding: str = ""
     """stochastic or nearest; by default stochastic for bf16 and nearest for 8 bits, whose scales follow a decay."""
     block: int = 128
-    """Number of neighbours in a row that share the scale of an 8-bit state."""
+    """Number of neighbours in a row that share the scale of a state of 8 or 4 bits."""
     master: Literal["", "fp32", "split", "split24"] = ""
     """Master weights, of which the parameter is the nearest value: none, float32 (mixed precision O2), float32 split into the
     bfloat16 parameter and 16 more bits, or 24 bits split into the parameter and 8 more; see `dither.ops.reference.adamw`."""
 
     format: Format | None = field(init=False, repr=False, compare=False)
-    """`states`, parsed; None for dynamic8 and companded8, which are no formats."""
+    """`states`, parsed; None for the maps, which are no formats."""
 
     def __post_init__(self) -> None:
         known = (*WHOLE, *BLOCKS)
@@ -75,7 +78,7 @@ class Update:
         if self.states in MAPS and self.state_rounding == "stochastic":
             raise UserError(f"{self.states} states are rounded to the nearest value of a map: use state_rounding='nearest'.")
         if not isinstance(self.block, int) or not 16 <= self.block <= MOST_BLOCK or self.block & (self.block - 1):
-            raise UserError(f"The block of an 8-bit state is a power of two from 16 to {MOST_BLOCK}, not {self.block!r}.")
+            raise UserError(f"The block of a state in few bits is a power of two from 16 to {MOST_BLOCK}, not {self.block!r}.")
         if self.master and self.master not in MASTERS:
             raise UserError(f"master={self.master!r} is unknown: choose from {', '.join(MASTERS)}, or None.")
         if self.master and self.weights == "kahan":
@@ -91,13 +94,33 @@ class Update:
 
     @property
     def in_blocks(self) -> bool:
-        """Return True if the moments are 8-bit codes with scales."""
+        """Return True if the moments are codes with scales."""
         return self.states not in WHOLE
+
+    @property
+    def packed(self) -> bool:
+        """Return True if a byte holds the codes of two neighbours in a row."""
+        return self.states in PACKED
+
+    def bytes_per_row(self, columns: int) -> int:
+        """Return the number of bytes that hold the codes of a row."""
+        return -(-columns // 2) if self.packed else columns
 
     @property
     def draws_states(self) -> bool:
         """Return True if rounding the moments takes random bits."""
         return self.state_rounding == "stochastic" and self.states != "fp32"
+
+
+def state_bytes(states: str, block: int) -> float:
+    """Return the bytes per number of a moment, with its share of a scale.
+
+    >>> state_bytes("bf16", 128), state_bytes("companded8", 128), state_bytes("dynamic4", 128)
+    (2.0, 1.03125, 0.53125)
+    """
+    if states in WHOLE:
+        return TABLE[states].bits / 8
+    return (0.5 if states in PACKED else 1.0) + 4 / block
 
 
 HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "active", "sign")

@@ -152,7 +152,7 @@ def _measured(x: Tensor, cast: Cast) -> CastOfTensor:
     known = max(counts["elements"] - counts["zeros"] - counts["nonfinite"], 1.0)
     return CastOfTensor(
         str(cast),
-        _bits(codes),
+        codes.bits,
         10 * math.log10(signal / noise) if noise and signal else None,
         (error.abs() / x.double().abs())[x != 0].mean().item(),
         counts["clipped"] / known,
@@ -161,12 +161,6 @@ def _measured(x: Tensor, cast: Cast) -> CastOfTensor:
         None if cast.turn.size or "amax" in options else _product_error(x, replace(cast, transform=TRANSFORM), options),
         _histogram(codes),
     )
-
-
-def _bits(codes: Quantized) -> float:
-    """Return the bits per value: of the format, and of all scales."""
-    scales = [part for part in (codes.scale, codes.tensor_scale) if part is not None]
-    return codes.cast.element.bits + sum(8 * part.numel() * part.itemsize for part in scales) / math.prod(codes.shape)
 
 
 def _product_error(x: Tensor, cast: Cast, options: dict[str, Any]) -> float:
@@ -190,6 +184,8 @@ def _histogram(codes: Quantized) -> dict[float, float] | None:
     indices = unpack(codes.values.view(integer_dtype(element)), length, element).flatten().long()
     shares = torch.bincount(indices, minlength=1 << element.bits).double() / indices.numel()
     found = dict.fromkeys(element.values(), 0.0)
+    if element.is_integer and shares[lowest := 1 << element.bits - 1]:  # the code that few scales use
+        found = {-float(lowest): float(shares[lowest]), **found}
     for code, share in enumerate(shares.tolist()):
         if (value := element.decode(code) + 0.0) in found:
             found[value] += share

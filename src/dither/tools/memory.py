@@ -20,7 +20,7 @@ from dither.spec.engines import container
 from dither.spec.formats import TABLE, Format
 from dither.spec.gpus import GIB as GIB
 from dither.spec.modes import MODES
-from dither.spec.optimizer import BLOCKS, WHOLE
+from dither.spec.optimizer import BLOCKS, WHOLE, state_bytes
 from dither.spec.recipes import recipe
 
 ALIGNED = 64
@@ -303,11 +303,10 @@ def resident(shape: Shape, setting: Setting) -> dict[str, int]:
     """Return the bytes of weights, masters and states, which persist between steps."""
     storage, count = setting.storage, shape.parameters
     moments = 1 if setting.optimizer == "adam-mini" else 2
-    one = format_bytes(storage.states) if storage.states in WHOLE else 1 + 4 / setting.state_block
     return {
         "weights": round(count * format_bytes(storage.parameters)),
         "masters": round(count * storage.masters),
-        "states": round(count * moments * one),
+        "states": round(count * moments * state_bytes(storage.states, setting.state_block)),
     }
 
 

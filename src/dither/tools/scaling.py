@@ -10,7 +10,7 @@ from types import MappingProxyType
 from dither.console import Tick
 from dither.errors import UserError
 from dither.spec.gpus import GIB, Gpu
-from dither.spec.optimizer import WHOLE
+from dither.spec.optimizer import WHOLE, state_bytes
 from dither.tools.memory import (
     Checkpointing,
     MemoryEstimate,
@@ -46,9 +46,9 @@ ATTENTION_SHARES = MappingProxyType({64: 0.327, 128: 0.475})
 COPY_SHARE = 0.875
 """Share of the memory bandwidth that a copy reaches. Measured on an H200: 4.2 of 4.8 TB/s."""
 
-OPTIMIZER_SHARES = MappingProxyType({"fp32": 0.80, "bf16": 0.89, "dynamic8": 0.426, "companded8": 0.72})
-"""Optimizer steps as shares of a copy's bandwidth, by format of the parameters, or of states of 8 bits, where those of a number
-format take as long as companded8 (within 2 %). Measured on an H200."""
+OPTIMIZER_SHARES = MappingProxyType({"fp32": 0.80, "bf16": 0.89, "dynamic8": 0.426, "companded8": 0.72, "dynamic4": 0.35})
+"""Optimizer steps as shares of a copy's bandwidth, by format of the parameters, or of states in few bits; those of a number
+format take as long as companded8 (within 2 %). Measured on an H200, but for dynamic4: as long as dynamic8, assumed."""
 
 LINK_SHARE = 0.8
 """Share of a link's bandwidth that collectives sustain. Assumed, not fitted."""
@@ -208,8 +208,7 @@ class Clock:
         p, g = format_bytes(storage.parameters), format_bytes(storage.gradients)
         moments = 1 if setting.optimizer == "adam-mini" else 2
         whole = storage.states in WHOLE
-        state = format_bytes(storage.states) if whole else 1 + 4 / setting.state_block
-        moved = 2 * p + g + 2 * moments * state + 2 * storage.masters
+        moved = 2 * p + g + 2 * moments * state_bytes(storage.states, setting.state_block) + 2 * storage.masters
         kind = storage.states if not whole else "fp32" if storage.parameters == "fp32" else "bf16"
         share = OPTIMIZER_SHARES.get(kind, OPTIMIZER_SHARES["companded8"])
         seconds = parameters * moved / share / self.copy

@@ -124,8 +124,8 @@ FORMATS = {storage.DTYPES[name]: TABLE[name] for name in ("fp32", "bf16", "fp16"
 class Piece:
     """A matrix of a parameter with its states, all contiguous, which a step changes in place.
 
-    `w`, `m` and `v` are [rows, columns], the moments in the states' format. 8-bit moments have scales [rows, blocks per row].
-    Adam-mini's `v` is float32[runs].
+    `w`, `m` and `v` are [rows, columns], the moments in the states' format, of 4 bits two to a byte. Moments in few bits have
+    scales [rows, blocks per row]. Adam-mini's `v` is float32[runs].
     """
 
     w: Tensor
@@ -276,8 +276,9 @@ class Batch:
         """Update a piece in place, each operation rounded on its own; m and v are float32 states or copies of narrower ones."""
         c, update = dict(zip(CONSTANTS, constants, strict=True)), self.update
         g = grad.float() * c["scale"]
-        m = load_state(piece.m, piece.m_scale, update, True).mul_(c["beta1"]).add_(g * c["rest1"])
-        v = load_state(piece.v, piece.v_scale, update, False).mul_(c["beta2"]).add_(g.mul_(g).mul_(c["rest2"]))
+        columns = piece.w.shape[-1]
+        m = load_state(piece.m, piece.m_scale, update, True, columns).mul_(c["beta1"]).add_(g * c["rest1"])
+        v = load_state(piece.v, piece.v_scale, update, False, columns).mul_(c["beta2"]).add_(g.mul_(g).mul_(c["rest2"]))
         tie = _move(piece, _direction(m, v, c), c, step, update)
         v = v if tie is None else torch.where(tie, -v, v)
         random = _random(piece, step, piece.keys[1]) if update.draws_states else None
@@ -285,8 +286,8 @@ class Batch:
         _store(piece.v, piece.v_scale, v, update, False, None if random is None else random * ODD_FACTOR & 0xFFFF)
 
 
-PART = 1 << 15
-"""Elements of a piece per thread that are updated at a time: all of their numbers then stay in the cache of a CPU."""
+PART = 1 << 16
+"""Elements of a piece per thread that are updated at a time: few enough for a cache, and calls of torch cost little."""
 
 SMALL = 1 << 12
 """The most elements of a piece that is updated together with others."""
@@ -335,7 +336,8 @@ class MiniBatch(Batch):
         for piece, grad in zip(self.pieces, grads, strict=True):
             c = dict(zip(CONSTANTS, constants[piece.constants].unbind(), strict=True))
             run = (torch.arange(grad.shape[0], device=grad.device) + piece.lead) // piece.run
-            m = load_state(piece.m, None, self.update, True).mul_(c["beta1"]).add_((grad.float() * c["scale"]).mul_(c["rest1"]))
+            m = load_state(piece.m, None, self.update, True, piece.w.shape[-1])
+            m = m.mul_(c["beta1"]).add_((grad.float() * c["scale"]).mul_(c["rest1"]))
             _move(piece, _direction(m, piece.v[run][:, None], c), c, step, self.update)
             random = _random(piece, step, piece.keys[1]) if self.update.draws_states else None
             _store(piece.m, None, m, self.update, True, random)
@@ -437,12 +439,14 @@ def _random(piece: Piece, step: Tensor, key: int) -> Tensor:
     return philox.random_bits(Draw(key, step, piece.row, piece.column), rows, columns, BITS)
 
 
-def load_state(state: Tensor, scale: Tensor | None, update: Update, signed: bool) -> Tensor:
+def load_state(state: Tensor, scale: Tensor | None, update: Update, signed: bool, columns: int) -> Tensor:
     """Return a stored moment as float32[rows, columns]."""
     if not update.in_blocks:
         return state.float().abs() if update.master == "split" and not signed else state.float()
     assert scale is not None
-    scales = scale.repeat_interleave(update.block, 1)[:, : state.shape[1]]
+    scales = scale.repeat_interleave(update.block, 1)[:, :columns]
+    if update.packed:
+        return state_maps.decode4(state_maps.unpack(state, columns), signed) * scales
     if update.states == "companded8":
         return state_maps.first_values(state.view(torch.int8).int()) * scales if signed else (state.float() * scales).square()
     values = state_maps.decode(state, signed) if update.format is None else rounding.decode(state.int(), update.format)
@@ -479,6 +483,10 @@ def store_state(value: Tensor, update: Update, signed: bool, random: Tensor | No
     format = update.format or UNIT
     known = scaling.factors(amax, None, format, Scale("fp32"), rule)
     scaled = value * known.multiply.repeat_interleave(update.block, 1)[:, :columns]
+    if update.packed:
+        # Codes of second moments have no zero, so that the scale says it.
+        restore = known.restore if signed else torch.where(amax == 0, 0.0, known.restore)
+        return state_maps.pack(state_maps.encode4(scaled, signed)), restore
     if update.format is None:
         codes = state_maps.encode(scaled, signed)
     else:
@@ -506,9 +514,9 @@ def zero_state(shape: tuple[int, int], update: Update, signed: bool, device: tor
     if not update.in_blocks:
         dtype = torch.float32 if update.states == "fp32" else torch.bfloat16
         return torch.zeros(shape, dtype=dtype, device=device), None
-    code = state_maps.ZERO if update.states == "dynamic8" and signed else 0
-    blocks = math.ceil(shape[1] / update.block)
+    code = {"dynamic8": 0x7F, "dynamic4": 0x77}.get(update.states, 0) if signed else 0
+    scales = (shape[0], math.ceil(shape[1] / update.block))
     return (
-        torch.full(shape, code, dtype=torch.uint8, device=device),
-        torch.ones((shape[0], blocks), dtype=torch.float32, device=device),
+        torch.full((shape[0], update.bytes_per_row(shape[1])), code, dtype=torch.uint8, device=device),
+        torch.full(scales, 0.0 if update.packed and not signed else 1.0, device=device),
     )

@@ -11,6 +11,7 @@ from dither.ops import storage
 from dither.ops.reference import packing, philox, rounding, scales
 from dither.spec import Cast, Rounding
 from dither.spec import groups as grouping
+from dither.spec.cast import LIBRARY_CASTS
 from dither.spec.formats import Format
 from dither.spec.groups import GroupLayout
 from dither.spec.random import Draw, matrix_size
@@ -108,6 +109,16 @@ def quantize_values(
     return results, tensor
 
 
+def unclipped(x: Tensor, cast: Cast, axis: int) -> Tensor:
+    """Return where scaled magnitudes of the matrix x are at most the largest value of the format: bool, in the shape of x."""
+    layout = grouping.values_layout(tuple(x.shape), cast, axis)
+    x_BRC = layout.matrices(x).float()
+    factors = factors_of(x_BRC, cast, layout, None)
+    assert factors is not None
+    inside = scales.product(x_BRC, scales.spread(factors.multiply, layout)).abs() <= cast.element.max
+    return layout.restore(inside.contiguous())
+
+
 def fake_quantize(x: Tensor, cast: Cast, axis: int, draw: Draw | None, given_amax: Tensor | None) -> Tensor:
     """Return `dequantize(quantize(x))` in x's dtype and shape, without storing codes."""
     layout = grouping.values_layout(tuple(x.shape), cast, axis)
@@ -154,6 +165,8 @@ def _scaled_values(
     if factors is not None and cast.scaling.kind == "eden":
         assert random is not None
         factors, round = scales.eden_factors(x_BRC, cast, layout, factors, random), Rounding("nearest")
+    if factors is not None and cast.scaling.kind in LIBRARY_CASTS:
+        return scales.library_codes(x_BRC, cast, layout, factors), factors
     if factors is not None:
         x_BRC = scales.product(x_BRC, scales.spread(factors.multiply, layout))
     return rounding.round_values(x_BRC, cast.element, round, True, random), factors

@@ -25,6 +25,9 @@ EDEN_CLIP = 17 / 16 * 0.93
 LARGEST_BLOCK = {"nvfp4": E4M3.max, "nvfp4_fixed": E4M3.max, "four_over_six": 256.0, "eden": 256.0}
 """The scale that a block has if its largest magnitude is that of the tensor. 256 leaves room for 384, which brings it to 4."""
 
+QUEST_CLIP = 2.92247856 / 6
+"""Scale of E2M1, in root mean squares of Gaussian values, that leaves the least squared error: it clips at 2.92 of them."""
+
 LARGEST_FACTOR = 2.0**126
 """Largest factor: format.max / amax would overflow for the smallest amax. The factor and its inverse are normal numbers."""
 
@@ -70,6 +73,23 @@ def product(x: Tensor, multiply: Tensor) -> Tensor:
     return torch.where(multiply.isnan(), torch.full_like(x, torch.nan).copysign(x), result)
 
 
+def library_codes(x_BRC: Tensor, cast: Cast, layout: GroupLayout, found: Factors) -> Tensor:
+    """Return the integers that another library makes of float32 `x_BRC`: compressed-tensors (`bf16`), ggml (`q4_0`, `q8_0`).
+
+    Each rounds in its own way: compressed-tensors divides, ties to even; ggml truncates the float32 sum of value and 8.5 in
+    Q4_0, and rounds ties away from zero in Q8_0. Example: -8 to 7 with the scale 1 stay as they are, and 8 becomes 7.
+    """
+    lowest, highest = -(2.0 ** (cast.element.bits - 1)), cast.element.max
+    if cast.scaling.kind == "bf16":
+        codes = torch.div(x_BRC, spread(found.restore, layout)).round()
+    elif cast.scaling.kind == "q4_0":
+        codes = (x_BRC * spread(found.multiply, layout) + 8.5).floor() - 8.0
+    else:
+        size = (x_BRC * spread(found.multiply, layout)).abs()
+        lowest, codes = -highest, (size.floor() + ((size - size.floor()) >= 0.5).float()).copysign(x_BRC)
+    return codes.clamp(lowest, highest) + 0.0  # no -0.0
+
+
 def spread(groups: Tensor, layout: GroupLayout) -> Tensor:
     """Repeat one value per group, [B, P, Q] or [1, 1, 1], to one per element, in the order of x_BRC."""
     groups = groups.expand(layout.batch, -1, -1)
@@ -99,10 +119,14 @@ def factors(
                          TetraJet calls truncation-free (arXiv 2502.20853)
         pow2_round       the same, rounded to the nearest power of two, ties up
         pow2_rtz         the same, rounded toward zero
+        quest            restore = QUEST_CLIP * root mean square of `values`, rounded down to a power of two
         nvfp4            tensor = tensor_amax / (448 format.max), restore = E4M3(`wider` * amax / format.max / tensor)
         nvfp4_fixed      the same for tensor = s
         four_over_six    those of nvfp4 with 256 in place of 448, for 6 and 4: see `least_error`
         eden             the same for 6 / EDEN_CLIP, before the correction by `eden_factors`
+        bf16             restore = BF16(amax / half the range of the integers, 7.5 or 127.5); values are divided by it
+        q4_0             d = -value / 8 of the value with the largest magnitude; multiply = 1 / d, restore = FP16(d)
+        q8_0             the same with d = amax / 127
         other rules      restore = their reference of `amax`, or of `values`, the groups' values as [..., n]
 
     A group of zeros has scale 1. A group with NaN or Inf has scale NaN, so that it cannot pass for numbers. Example, e2m1 (emax
@@ -123,6 +147,22 @@ def factors(
         restore = nvfp4_block_scale(_quotient(_quotient(amax, largest), tensor) * wider, nearest)
         restore = torch.where(nothing, 1.0, torch.where(lost, torch.nan, restore))
         multiply = _quotient(_quotient(1.0, tensor), restore)
+    elif scale.kind == "bf16":
+        half = 2.0 ** (format.bits - 1) - 0.5
+        restore = rounding.round_values(_quotient(amax, half), TABLE["bf16"], Rounding("nearest"), True, None).clamp(
+            min=SMALLEST
+        )
+        restore = torch.where(nothing, 1.0, torch.where(lost, torch.nan, restore))
+        multiply = _quotient(1.0, restore)
+    elif scale.kind in ("q4_0", "q8_0"):
+        d = _quotient(amax, 127.0)
+        if scale.kind == "q4_0":
+            assert values is not None
+            d = values.gather(-1, values.abs().argmax(-1, keepdim=True))[..., 0] * -0.125
+        restore = rounding.round_values(d, TABLE["fp16"], Rounding("nearest"), True, None)
+        restore = torch.where(lost, torch.nan, restore)
+        multiply = torch.where(nothing, 0.0, _quotient(1.0, d).clamp(-LARGEST_FACTOR, LARGEST_FACTOR))
+        multiply = torch.where(lost, torch.nan, multiply)
     elif scale.kind == "static":
         restore = torch.full_like(amax, scale.arguments[0])
         multiply = _quotient(1.0, restore)
@@ -149,7 +189,11 @@ def factors(
         multiply = multiply.clamp(max=LARGEST_FACTOR) * 2.0**-scale.margin
         multiply = torch.where(nothing, 1.0, torch.where(lost, torch.nan, multiply))
     else:
-        exponent = pow2_exponent(amax, format, scale.kind)
+        if scale.kind == "quest":
+            assert values is not None
+            exponent = quest_exponent(torch.where(nothing | lost, 1.0, amax), values)
+        else:
+            exponent = pow2_exponent(amax, format, scale.kind)
         exponent = torch.where(nothing, 0, exponent)
         restore = torch.where(lost, torch.nan, power_of_two(exponent))
         multiply = torch.where(lost, torch.nan, power_of_two(-exponent))
@@ -211,6 +255,19 @@ def pow2_exponent(amax: Tensor, format: Format, kind: str) -> Tensor:
     elif kind == "pow2_rtz":
         exponent = exponent - (a < m).int()
     return exponent.clamp(-127, 127)
+
+
+def quest_exponent(amax: Tensor, values: Tensor) -> Tensor:
+    """Return the int32 exponent of QUEST_CLIP * root mean square, rounded down (QuEST, arXiv 2502.05003, in MXFP4).
+
+    Magnitudes, relative to the power of two below `amax`, count in steps of 2^-20: sums of squares are integers, the same
+    in any order. With a mean square of A 2^e, A from 1 to 2, the root's exponent is floor(e / 2).
+    """
+    first = (amax.view(torch.int32) >> 23) - 127
+    relative = values.abs() * power_of_two(-first)[..., None]
+    units = (relative.nan_to_num(0.0, 0.0, 0.0) * 2.0**20 + 0.5).long()
+    mean = (units * units).sum(-1).float() * torch.tensor(QUEST_CLIP**2 / values.shape[-1] * 2.0**-40, dtype=torch.float32)
+    return (first + ((mean.view(torch.int32) >> 23) - 127 >> 1)).clamp(-127, 127)
 
 
 SEARCHED = {"four_over_six": (1.0, 1.5), "mse": tuple(1.0 - i / 16 for i in range(9))}

@@ -1,4 +1,4 @@
-"""Maps of 8-bit optimizer states: the dynamic map of bitsandbytes, and the companded states of FlashOptim.
+"""Maps of optimizer states in few bits: the dynamic map of bitsandbytes, FlashOptim's companded states, torchao's 4 bits.
 
 The dynamic map (Dettmers, 2015; "8-bit optimizers via block-wise quantization", 2022) is for numbers from -1 to 1, or from 0 to
 1, and has seven decades. Decade i, from 10^(i-7) to 10^(i-6), is divided into 2^i equal parts (2^(i+1) without sign), and
@@ -8,6 +8,11 @@ their midpoints are values of the map. Zero and one are values too; minus one is
 
 where 2^k <= t < 2^(k+1): the leading bit of t gives the decade. Within a decade the map is linear, `step * (t - first)`. A code
 is the position in ascending order, as in bitsandbytes: 127 + p for +p, 127 - p for -p, and p without sign.
+
+With 4 bits (arXiv 2309.01507, and torchao's AdamW4bit) the first moment has the same map with sign and three decades, of which
+the smallest value is 0.0055 and zero has code 7. The second moment is linear and without zero: code c is (c + 1) / 16. A zero
+would be divided by; the least value costs at most a factor of 4 in a step instead. A block of zeros has the scale 0. Two
+neighbours share a byte: the first one is its upper half.
 
 Companded states (arXiv 2602.23349) are in blocks of any size, each with one float32 scale:
 
@@ -29,13 +34,13 @@ import numpy
 import torch
 from torch import Tensor
 
-ZERO = 127
-"""The code of zero in the map with sign."""
+EIGHT, FOUR = 7, 3
+"""Decades of the dynamic map with 8 and with 4 bits; zero has the code 2^decades - 1 in the map with sign."""
 
 
 @dataclass(frozen=True)
 class Tables:
-    """The map's constants as float32 numbers, by decade d = i + 1. d = 0 holds only zero, d = 8 only one."""
+    """The map's constants as float32 numbers, by decade d = i + 1. The first d holds only zero, the last only one."""
 
     low: int
     """t of zero: 0 with sign, 1 without. Decade d ends at t = (low + 1) * 2^d - 1."""
@@ -50,14 +55,14 @@ class Tables:
 
 
 @functools.cache
-def tables(signed: bool) -> Tables:
+def tables(signed: bool, decades: int = EIGHT) -> Tables:
     """Return the constants of the map with or without sign."""
     low = 0 if signed else 1
-    top = 2 ** (7 + low)
-    # (step, 1 / step, first, first value, last value) of zero, of the seven decades, and of one, for which any step will do.
+    top = 2 ** (decades + low)
+    # (step, 1 / step, first, first value, last value) of zero, of the decades, and of one, for which any step will do.
     rows = [(0.0, 0.0, float(low), 0.0, 0.0)]
-    for i in range(7):
-        n, unit = 2 ** (i + low), 10.0 ** (i - 6)
+    for i in range(decades):
+        n, unit = 2 ** (i + low), 10.0 ** (i - decades + 1)
         rows.append((unit * 0.9 / n, n / (unit * 0.9), n * 8 / 9 - 0.5, unit * (0.1 + 0.45 / n), unit * (1.0 - 0.45 / n)))
     rows.append((0.5, 2.0, top - 2.0, 1.0, 1.0))
     step, inverse, first, begin, end = zip(*rows, strict=True)
@@ -67,21 +72,21 @@ def tables(signed: bool) -> Tables:
     )
 
 
-def decode(codes: Tensor, signed: bool) -> Tensor:
+def decode(codes: Tensor, signed: bool, decades: int = EIGHT) -> Tensor:
     """Return the float32 values of uint8 `codes` of any shape.
 
     >>> decode(torch.tensor([127, 254, 255], dtype=torch.uint8), True)
     tensor([0.0000, 0.9930, 1.0000])
     """
-    known = tables(signed)
-    p = codes.int() - (ZERO if signed else 0)
+    known = tables(signed, decades)
+    p = codes.int() - (2**decades - 1 if signed else 0)
     t = p.abs() + known.low
     decade = _leading_bit(t) + 1 - known.low
     value = (t.float() - _look_up(known.first, decade)) * _look_up(known.step, decade)
     return torch.where(p < 0, -value, value)
 
 
-def encode(values: Tensor, signed: bool) -> Tensor:
+def encode(values: Tensor, signed: bool, decades: int = EIGHT) -> Tensor:
     """Return the uint8 codes of the map's values nearest to float32 `values`, which lie in [-1, 1] or [0, 1].
 
     Magnitudes above 1, and NaN, count as 1.
@@ -89,12 +94,12 @@ def encode(values: Tensor, signed: bool) -> Tensor:
     >>> encode(torch.tensor([0.0, 0.99, 1.0]), True)
     tensor([127, 254, 255], dtype=torch.uint8)
     """
-    known = tables(signed)
+    known, zero = tables(signed, decades), 2**decades - 1
     size = torch.where(values.abs() <= 1, values.abs(), 1.0)
     decade = torch.stack([size > threshold for threshold in known.thresholds]).sum(0, dtype=torch.int32)
     t = torch.round(size * _look_up(known.inverse, decade) + _look_up(known.first, decade)).int()
     p = torch.minimum(t, ((known.low + 1) << decade) - 1) - known.low
-    code = torch.where(values < 0, ZERO - p.clamp(max=ZERO), ZERO + p) if signed else p
+    code = torch.where(values < 0, zero - p.clamp(max=zero), zero + p) if signed else p
     return code.to(torch.uint8)
 
 
@@ -106,6 +111,45 @@ def _look_up(table: tuple[float, ...], index: Tensor) -> Tensor:
 def _leading_bit(t: Tensor) -> Tensor:
     """Return floor(log2(t)) of integers from 1 to 2^23, from the exponent of float32; -1 for 0."""
     return torch.where(t == 0, -1, (t.float().view(torch.int32) >> 23) - 127)
+
+
+def decode4(codes: Tensor, signed: bool) -> Tensor:
+    """Return the float32 values of 4-bit codes, one per element.
+
+    >>> decode4(torch.tensor([0, 7, 8, 15]), True), decode4(torch.tensor([0, 15]), False)
+    (tensor([-0.8875,  0.0000,  0.0055,  1.0000]), tensor([0.0625, 1.0000]))
+    """
+    return decode(codes, True, FOUR) if signed else (codes.float() + 1) * 0.0625
+
+
+def encode4(values: Tensor, signed: bool) -> Tensor:
+    """Return the 4-bit codes of the values nearest to float32 `values`, uint8, one per element.
+
+    >>> encode4(torch.tensor([-1.0, 0.0, 0.5]), True), encode4(torch.tensor([0.0, 0.5]), False)
+    (tensor([ 0,  7, 12], dtype=torch.uint8), tensor([0, 7], dtype=torch.uint8))
+    """
+    if signed:
+        return encode(values, True, FOUR)
+    return (torch.where(values <= 1, values, 1.0) * 16).round().sub(1).clamp(min=0).to(torch.uint8)
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Return uint8[rows, bytes] of 4-bit codes [rows, columns]; a last byte that is half full ends in zeros.
+
+    >>> pack(torch.tensor([[1, 2, 3]], dtype=torch.uint8))
+    tensor([[18, 48]], dtype=torch.uint8)
+    """
+    pairs = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2))
+    return pairs[:, ::2] << 4 | pairs[:, 1::2]
+
+
+def unpack(packed: Tensor, columns: int) -> Tensor:
+    """Return the 4-bit codes [rows, columns] of uint8[rows, bytes].
+
+    >>> unpack(torch.tensor([[18, 48]], dtype=torch.uint8), 3)
+    tensor([[1, 2, 3]], dtype=torch.uint8)
+    """
+    return torch.stack([packed >> 4, packed & 15], dim=2).flatten(1)[:, :columns]
 
 
 def first_codes(x: Tensor, amax: Tensor) -> Tensor:

@@ -260,7 +260,7 @@ class Batch:
                     maxnreg=self.program.registers,
                     enable_fp_fusion=False,
                 )
-            map_tables = state_maps.device_tables(device) if self.update.states == "dynamic8" else None
+            map_tables = state_maps.device_tables(device) if self.update.states in ("dynamic8", "dynamic4") else None
             table.update(table.rows, table.grads, table.owner, constants, step, skip, map_tables)
 
 

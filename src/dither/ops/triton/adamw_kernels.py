@@ -15,8 +15,9 @@ Legend:
     F, FH, S       format of the states, their rounding, and the scaling of 8-bit states (`scales.Scaling`)
     H              a rounding in general: WH or FH
     MODE           how weights are kept: "plain", "kahan", or with masters: "master" (float32), "split" or "split24"
-    KIND           how moments are kept: "whole" (fp32, bf16), "codes" (8-bit formats), "dynamic8" or "companded8"
-    GROUP          neighbours in a row that share the scale of an 8-bit state
+    KIND           how moments are kept: "whole" (fp32, bf16), "codes" (8-bit formats), "dynamic8", "companded8" or "dynamic4"
+    place          int[TILE]: where the codes of moments lie in memory: `offset`, or the byte of two neighbours ("dynamic4")
+    GROUP          neighbours in a row that share the scale of a state in few bits
     W_TYPE, G_TYPE, S_TYPE    types of weights, gradients and states in memory; E_TYPE that of `extra`
     W_STORE, S_STORE          integers of the size of weights and states, as which they are stored
     TILE, TILES    elements of a tile, and tiles of a program
@@ -124,7 +125,7 @@ def _spread(groups, GROUP: tl.constexpr, TILE: tl.constexpr):
 @triton.jit
 def load_codes(
     state,
-    offset,
+    place,
     inside,
     scale,
     blocks,
@@ -137,12 +138,14 @@ def load_codes(
     TILE: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Load an 8-bit moment as float32: value(code) * scale of its block; a companded second moment is the square of that."""
-    stored = tl.load(state + offset, mask=inside, other=0)
+    """Load a moment in few bits as float32: value(code) * scale of its block, squared if it is a companded second moment."""
+    stored = tl.load(state + place, mask=inside, other=0)
     codes = stored.to(tl.int32)
     factor = tl.load(scale + blocks, mask=blocks_inside, other=1.0)
-    if KIND == "dynamic8":
-        values = state_maps.decode(codes, tables_ptr, SIGNED)
+    if KIND == "dynamic4":  # of two neighbours, the first is the upper half of a byte
+        codes = (codes >> (4 - 4 * (tl.arange(0, TILE) % 2))) & 15
+    if KIND == "dynamic8" or KIND == "dynamic4":
+        values = state_maps.decode(codes, tables_ptr, SIGNED, KIND == "dynamic4")
     elif KIND != "companded8" and NATIVE and F.BITS == 8 and F.BIAS == 7:
         values = stored.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     elif KIND != "companded8" and NATIVE and F.BITS == 8 and F.BIAS == 15:
@@ -162,7 +165,7 @@ def load_codes(
 @triton.jit
 def store_codes(
     state,
-    offset,
+    place,
     inside,
     scale,
     blocks,
@@ -179,7 +182,7 @@ def store_codes(
     TILE: tl.constexpr,
     FLAT: tl.constexpr,
 ):
-    """Round a float32 moment to 8-bit codes and store them with one scale per block.
+    """Round a float32 moment to codes and store them with one scale per block.
 
     scale = max|value| / (largest value of the format); code = round(value / scale). `value` is the root of a companded second
     moment.
@@ -212,14 +215,22 @@ def store_codes(
     else:
         multiply, restore, _ = group_factors(amax, 1.0, S, F, H, True, H.NATIVE)
         factor = _spread(multiply, GROUP, TILE)
-        if KIND == "dynamic8":
-            codes = state_maps.encode(value * factor, tables_ptr, SIGNED)
+        if KIND == "dynamic8" or KIND == "dynamic4":
+            codes = state_maps.encode(value * factor, tables_ptr, SIGNED, KIND == "dynamic4")
         elif H.NATIVE and H.KIND == "nearest" and F.BITS == 8 and (F.BIAS == 7 or F.BIAS == 15):
             codes = native_codes(value, factor, F, True, True)
         else:
             y = as_bits(value * factor)
             codes = encode(round_bits(y, y, random, F, H, True), F)
-    tl.store(state + offset, codes.to(tl.uint8), mask=inside)
+    if KIND == "dynamic4":
+        if not SIGNED:  # codes of second moments have no zero, so that the scale says it
+            restore = tl.where(amax == 0, 0.0, restore)
+        upper, lower = tl.split(tl.reshape(codes if FLAT else tl.where(inside, codes, 0), [TILE // 2, 2]))
+        byte, _ = tl.split(tl.reshape(place, [TILE // 2, 2]))
+        first_inside, _ = tl.split(tl.reshape(inside, [TILE // 2, 2]))
+        tl.store(state + byte, (upper * 16 + lower).to(tl.uint8), mask=first_inside)
+    else:
+        tl.store(state + place, codes.to(tl.uint8), mask=inside)
     tl.store(scale + blocks, restore, mask=blocks_inside)
 
 
@@ -416,6 +427,21 @@ def coordinates(
 
 
 @triton.jit
+def paired(e0, offset, columns, GROUP: tl.constexpr, TILE: tl.constexpr, FLAT: tl.constexpr):
+    """Return the byte of each element where two neighbours in a row share one, counted as `offset` is, see `coordinates`.
+
+    Example: rows of 5 have 3 bytes each, and elements 0 to 4 of row 1 are in the bytes 3, 3, 4, 4 and 5.
+    """
+    if FLAT:
+        return offset // 2
+    else:
+        pitch = tl.cdiv(columns, GROUP) * GROUP
+        e = e0 + tl.arange(0, TILE)
+        row = e // pitch
+        return row * tl.cdiv(columns, 2) + (e - row * pitch) // 2
+
+
+@triton.jit
 def random_bits(key, step, row, column, TILE: tl.constexpr, FLAT: tl.constexpr):
     """Return 16 random bits per element, int32[TILE]."""
     if FLAT:
@@ -517,8 +543,14 @@ def _adamw_kernel(
         first_row, first_column = next_place(first_row, first_column, columns, TILE)
         base = e0 if FLAT else e0 * 0
         w_ptr = w_start + base
-        m_ptr = m_start + base
-        v_ptr = v_start + base
+        place = offset
+        if KIND == "dynamic4":
+            place = paired(e0, offset, columns, GROUP, TILE, FLAT)
+            m_ptr = m_start + base // 2
+            v_ptr = v_start + base // 2
+        else:
+            m_ptr = m_start + base
+            v_ptr = v_start + base
         extra_ptr = extra_start + base
         w = widen(tl.load(w_ptr + offset, mask=inside, other=0.0), WH.NATIVE)
         g = widen(tl.load(g_start + base + offset, mask=inside, other=0.0), WH.NATIVE) * scale
@@ -535,10 +567,10 @@ def _adamw_kernel(
             blocks = e0 // GROUP + tl.arange(0, TILE // GROUP)
             blocks_inside = blocks < blocks_end
             m = load_codes(
-                m_ptr, offset, inside, m_scale, blocks, blocks_inside, tables_ptr, F, KIND, True, GROUP, TILE, WH.NATIVE
+                m_ptr, place, inside, m_scale, blocks, blocks_inside, tables_ptr, F, KIND, True, GROUP, TILE, WH.NATIVE
             )
             v = load_codes(
-                v_ptr, offset, inside, v_scale, blocks, blocks_inside, tables_ptr, F, KIND, False, GROUP, TILE, WH.NATIVE
+                v_ptr, place, inside, v_scale, blocks, blocks_inside, tables_ptr, F, KIND, False, GROUP, TILE, WH.NATIVE
             )
         if MODE == "split" or MODE == "split24":
             extra = joined_masters(w, low, v, MODE)
@@ -546,7 +578,7 @@ def _adamw_kernel(
 
         m = beta1 * m + rest1 * g
         v = beta2 * v + rest2 * (g * g)
-        if KIND == "dynamic8" or KIND == "codes":  # these leave no registers for eight roots at a time
+        if KIND == "dynamic8" or KIND == "dynamic4" or KIND == "codes":  # these leave no registers for eight roots at a time
             deviation = square_root(v, WH.NATIVE)
         else:
             deviation = square_roots(v, WH.NATIVE)
@@ -575,7 +607,7 @@ def _adamw_kernel(
         else:
             store_codes(
                 m_ptr,
-                offset,
+                place,
                 inside,
                 m_scale,
                 blocks,
@@ -594,7 +626,7 @@ def _adamw_kernel(
             )
             store_codes(
                 v_ptr,
-                offset,
+                place,
                 inside,
                 v_scale,
                 blocks,

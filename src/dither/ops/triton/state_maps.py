@@ -1,7 +1,7 @@
-"""Maps of 8-bit states, as in `dither.ops.reference.state_maps`: device functions for other kernels.
+"""Maps of states in few bits, as in `dither.ops.reference.state_maps`: device functions for other kernels.
 
-The dynamic map is one table of LENGTH words per sign: 256 values, then (from BINADES on) 32 words, one per binade, then (from
-DECADES on) two words per decade. `device_tables` fills it.
+The dynamic map is one table of LENGTH words per sign, and one with sign and 4 bits: 256 values (or 16), then (from BINADES on)
+32 words, one per binade, then (from DECADES on) two words per decade. `device_tables` fills it.
 """
 
 import functools
@@ -14,9 +14,15 @@ from torch import Tensor
 from dither.ops.reference import state_maps
 from dither.ops.triton.rounding import as_bits, as_float, float_bits
 
-ZERO = tl.constexpr(state_maps.ZERO)
+ZERO = tl.constexpr(2**state_maps.EIGHT - 1)
+ZERO4 = tl.constexpr(2**state_maps.FOUR - 1)
 LAST = tl.constexpr(float_bits(state_maps.tables(True).thresholds[-1]))
 """The bits of the largest magnitude that is nearer to 0.993 than to 1. Negative numbers stop here: the map has no -1."""
+LAST4 = tl.constexpr(float_bits(state_maps.tables(True, state_maps.FOUR).thresholds[-1]))
+"""The same with 4 bits, where the value below 1 is 0.8875."""
+
+ROUND = tl.constexpr(1.5 * 2.0**23)
+"""Added to a number below 2^22 in magnitude, it rounds the sum to an integer, ties to even, in the low bits."""
 
 LENGTH = tl.constexpr(320)
 BINADES = tl.constexpr(256)
@@ -25,16 +31,17 @@ DECADES = tl.constexpr(288)
 
 @functools.cache
 def device_tables(device: torch.device) -> Tensor:
-    """Return the tables of the unsigned and the signed map, int32[2, 320].
+    """Return the tables of the unsigned and the signed map, and of the signed one with 4 bits: int32[3, 320].
 
     Word e of the binades serves numbers with exponent e - 31. Its upper 9 bits hold the decade of the smallest such number. If
     a threshold between decades lies in the binade, the lower 23 bits hold a number that, added to the mantissa of a number
     beyond the threshold, carries into the upper bits. A decade has 1 / step and `first`, as bits of float32.
     """
-    out = torch.zeros(2, LENGTH.value, dtype=torch.int32)
-    for signed in (False, True):
-        known, row = state_maps.tables(signed), out[int(signed)]
-        row[: BINADES.value] = state_maps.decode(torch.arange(256).to(torch.uint8), signed).view(torch.int32)
+    out = torch.zeros(3, LENGTH.value, dtype=torch.int32)
+    maps = (False, state_maps.EIGHT), (True, state_maps.EIGHT), (True, state_maps.FOUR)
+    for row, (signed, decades) in zip(out, maps, strict=True):
+        known, codes = state_maps.tables(signed, decades), torch.arange(2 << decades)
+        row[: 2 << decades] = state_maps.decode(codes.to(torch.uint8), signed, decades).view(torch.int32)
         bits = [float_bits(threshold) for threshold in known.thresholds]
         for e in range(32):
             first = (e + 96) << 23
@@ -48,21 +55,26 @@ def device_tables(device: torch.device) -> Tensor:
 
 
 @triton.jit
-def decode(codes, tables_ptr, SIGNED: tl.constexpr):
-    """Return the float32 values of int32 codes."""
-    return as_float(tl.load(tables_ptr + (LENGTH if SIGNED else 0) + codes.to(tl.uint32)))
+def decode(codes, tables_ptr, SIGNED: tl.constexpr, FOUR: tl.constexpr):
+    """Return the float32 values of int32 codes, of 4 bits if FOUR."""
+    if FOUR and not SIGNED:
+        return (codes + 1).to(tl.float32) * 0.0625
+    else:
+        return as_float(tl.load(tables_ptr + LENGTH * (SIGNED + FOUR) + codes.to(tl.uint32)))
 
 
 @triton.jit
-def encode(values, tables_ptr, SIGNED: tl.constexpr):
-    """Return the int32 codes of the map's values nearest to float32 `values`."""
-    tables = tables_ptr + (LENGTH if SIGNED else 0)
+def encode(values, tables_ptr, SIGNED: tl.constexpr, FOUR: tl.constexpr):
+    """Return the int32 codes of the map's values nearest to float32 `values`, of 4 bits if FOUR."""
+    tables = tables_ptr + LENGTH * (SIGNED + FOUR)
     LOW: tl.constexpr = 0 if SIGNED else 1
     bits = as_bits(values)
     if SIGNED:
-        magnitude = tl.minimum(bits & 0x7FFFFFFF, tl.where(bits < 0, LAST, 0x3F800000))
+        magnitude = tl.minimum(bits & 0x7FFFFFFF, tl.where(bits < 0, LAST4 if FOUR else LAST, 0x3F800000))
     else:
         magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x3F800000)  # 1.0 for everything above, NaN included
+    if FOUR and not SIGNED:
+        return tl.maximum((as_bits(as_float(magnitude) * 16.0 + ROUND) & 0x1F) - 1, 0)
     # Each table fits one cache line, so that the look-ups of a warp are one access.
     binade = tl.load(tables + BINADES + tl.maximum((magnitude >> 23) - 96, 0).to(tl.uint32))
     decade = (binade + (magnitude & 0x7FFFFF)) >> 23
@@ -73,13 +85,9 @@ def encode(values, tables_ptr, SIGNED: tl.constexpr):
     p = tl.minimum(t, ((LOW + 1) << decade) - 1) - LOW
     if SIGNED:
         sign = bits >> 31
-        return ZERO + ((p ^ sign) - sign)
+        return (ZERO4 if FOUR else ZERO) + ((p ^ sign) - sign)
     else:
         return p
-
-
-ROUND = tl.constexpr(1.5 * 2.0**23)
-"""Added to a number below 2^22 in magnitude, it rounds the sum to an integer, ties to even, in the low bits."""
 
 
 @triton.jit
