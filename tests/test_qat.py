@@ -5,6 +5,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def trained(format: str, steps: int = 1, **options) -> tuple[torch.nn.Module, di
     return model, conversion
 
 
-@pytest.mark.sampled(only=["auto-nvfp4", "its own-nvfp4", "auto-fp8-block", "auto-int8"])
+@pytest.mark.sampled(only=["auto-nvfp4", "its own-nvfp4", "auto-fp8-block", "auto-int4-g32"])
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("asked", ["auto", "its own"])
 def test_the_export_writes_the_codes_that_forward_multiplies(format, asked, tmp_path):
@@ -68,8 +69,12 @@ def test_the_export_writes_the_codes_that_forward_multiplies(format, asked, tmp_
             codes = layer.cache.codes.along
             values = files.get(f"{name}.weight_packed", files.get(f"{name}.weight"))
             scale = files.get(f"{name}.weight_scale", files.get(f"{name}.weight_scale_inv"))
-            assert torch.equal(codes.values.view(torch.uint8), values.view(torch.uint8)), name
-            assert torch.equal(codes.scale.contiguous().view(torch.uint8).flatten(), scale.view(torch.uint8).flatten()), name
+            offset = 0x88 if format.startswith("int4") else 0  # compressed-tensors adds 8 to codes of int4
+            assert torch.equal(codes.values.view(torch.uint8) ^ offset, values.view(torch.uint8)), name
+            if scale.dtype == torch.bfloat16:
+                assert torch.equal(codes.scale, scale.float()), name
+            else:
+                assert torch.equal(codes.scale.contiguous().view(torch.uint8).flatten(), scale.view(torch.uint8).flatten())
             if codes.tensor_scale is not None and codes.tensor_scale.numel():
                 assert codes.tensor_scale.reciprocal() == files[f"{name}.weight_global_scale"]
     scales = {float(tensor) for name, tensor in files.items() if name.endswith("global_scale")}
@@ -140,6 +145,20 @@ def test_layers_that_the_export_keeps_in_16_bits_are_not_cast(tmp_path):
     assert "model.layers.0.self_attn.k_proj" in kept
     assert {name for name, precision in plan.layers if precision is None} == kept.keys()
     assert all(re.search(re.escape(reason), said[0]) for reason in kept.values())
+
+
+@pytest.mark.parametrize("format", [name for name, each in DEPLOYMENTS.items() if each.gguf])
+def test_gguf_files_have_the_codes_of_training(format, tmp_path):
+    model = build("tiny")
+    dither.convert(model, dither.qat(model, format))
+    record = dither.export(model, tmp_path / "model.gguf", format=format)
+    layers = {name: layer for name, layer in converted_layers(model).items() if not layer.precision.plain}
+    assert {layer.name for layer in record.layers if layer.format == format and layer.name != "lm_head"} == layers.keys()
+    assert all(layer.precision.weight == DEPLOYMENTS[format].cast for layer in layers.values())
+    config = SimpleNamespace(to_dict=lambda: {"model_type": "mamba"})
+    other = SimpleNamespace(config=config, get_input_embeddings=None)
+    with pytest.raises(UserError, match=r"GGUF is written for llama, .* models, not for 'mamba'"):
+        dither.qat(other, format)
 
 
 def test_wrong_formats_are_one_sentence(tmp_path):

@@ -1,5 +1,6 @@
 """Quantizing: real storage, back from it, and the round trip without it, over shapes, axes, groups and roundings."""
 
+import dataclasses
 import itertools
 import math
 from fractions import Fraction
@@ -582,6 +583,7 @@ def test_casts_of_other_libraries_follow_their_definitions(name, kind, size):
     assert same_bits(q.dequantize(), read)
     assert same_bits(dither.fake_quantize(x, name), read)
     assert same_bits(dither.quantize(x.T, name, axis=0).dequantize(), read.T)
+    assert same_bits(dataclasses.replace(q, cast=q.cast.codes).dequantize(backend="kernel"), read)
 
 
 @pytest.mark.parametrize("name", ["int4-g32", "q4_0", "q8_0"])

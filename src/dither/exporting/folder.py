@@ -17,12 +17,12 @@ from dither.errors import UserError
 from dither.evaluate.deployment import SLACK, Evaluate, plan_from_bitwidths
 from dither.evaluate.held_out import evaluating
 from dither.exporting.formats import AUTO, DENSE, FORMATS, check_format, format_of
-from dither.exporting.gguf import ARCHITECTURES, GGUF, GgufModel
+from dither.exporting.gguf import GGUF, GgufModel
 from dither.exporting.layers import EncodedLayer, encode
 from dither.exporting.record import Export, ExportedLayer, check_logits, model_card, relative_error
 from dither.exporting.tokenizer_files import AnyTokenizer, TokenizerFiles
 from dither.files import new_folder, sync
-from dither.models.deployment import Engine, LayerFormat, StoredModel, Wanted, choose
+from dither.models.deployment import GGUF_ARCHITECTURES, Engine, LayerFormat, StoredModel, Wanted, choose
 from dither.models.folder_files import CONFIG, WeightsWriter, check_new, write_json
 from dither.models.transformers_models import HuggingFace, unconverted
 from dither.nn.convert import convert
@@ -33,7 +33,7 @@ from dither.spec.deployment import DEPLOYMENTS
 from dither.spec.patterns import escape
 from dither.versions import versions
 
-CHECKING = "Loading the result with transformers and comparing logits"
+CHECKING = "Loading the result with transformers and comparing weights and logits"
 """The title of the stage of `check`."""
 
 RECORD, CARD = "dither_export.json", "README.md"
@@ -64,14 +64,14 @@ def export(
     Args:
         model: A causal language model of `dither.models` or of transformers, converted or not.
         folder: A new or empty folder.
-        format: bf16, fp16, fp8-block, fp8-dynamic, mxfp8, mxfp4, nvfp4, int8, or auto, which chooses per layer: by `plan`, by
-            learned bitwidths, or by the casts of a converted model. With gguf-f16, gguf-q8_0 or gguf-mxfp4, `folder` is a new
-            GGUF file for llama.cpp.
+        format: bf16, fp16, fp8-block, fp8-dynamic, mxfp8, mxfp4, nvfp4, int8, int4-g32, int4-g128, or auto, which chooses per
+            layer: by `plan`, by learned bitwidths, or by the casts of a converted model. With gguf-f16, gguf-q8_0, gguf-q4_0 or
+            gguf-mxfp4, `folder` is a new GGUF file for llama.cpp.
         plan: For "auto", a plan whose casts of weights choose the formats; or the plan of `dither.qat` for `format`.
         tokenizer: A tokenizer of `dither.data` or of transformers, a tokenizer.json, or a folder that has one.
         engine: "any", or "vllm" to also write experts in formats that vLLM reads and transformers does not.
         evaluate: A function (model) -> loss, called before and after the cast.
-        check: Load the folder with transformers and compare logits before it appears.
+        check: Load the folder with transformers and compare weights and logits before it appears.
         max_shard_size: Most bytes per file of weights, such as "5GB".
         provenance: Plain values for the model card, such as {"recipe": "fp8-block", "step": 1000}.
         stage: Shows the stages of the export.
@@ -126,7 +126,13 @@ def export(
             if evaluate is not None:
                 record = _with_losses(record, stored, dequantized(stored, numbers, job.dtype, choices), evaluate)
             if check:
-                loaded = {choice.parameter: FORMATS[choice.format].loaded for choice in choices if choice.format}
+                loaded = {
+                    choice.parameter: FORMATS[choice.format].loaded_experts
+                    if choice.is_expert
+                    else FORMATS[choice.format].loaded
+                    for choice in choices
+                    if choice.format
+                }
                 numbers = {name: number.to(loaded[name]).float() for name, number in numbers.items()}
                 with stage(CHECKING):
                     record = replace(
@@ -140,15 +146,15 @@ def export(
 def _export_gguf(
     stored: StoredModel, record: Export, tokens: TokenizerFiles | None, evaluate: Evaluate | None, check: bool, stage: Stage
 ) -> Export:
-    """Write a GGUF file; read it back to measure its loss, and to compare logits with transformers' own reader of GGUF."""
+    """Write a GGUF file; measure its loss, and compare it with transformers' own reader of GGUF."""
     path, model = record.path, GgufModel(stored)
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
         with stage("Writing weights"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            layers = model.write(partial, record.format, tokens, path.stem)
+            layers, numbers = model.write(partial, record.format, tokens, path.stem)
         record = replace(record, layers=tuple(layers), bytes=partial.stat().st_size)
-        after = dequantized(stored, model.read(partial))
+        after = dequantized(stored, numbers)
         if evaluate is not None:
             record = _with_losses(record, stored, after, evaluate)
         if check:
@@ -242,12 +248,9 @@ def _wanted(model: nn.Module, format: str, plan: Plan | None) -> Wanted:
 def _own_cast(format: str, precision: LayerPrecision | None) -> Cast | None:
     """Return the cast of a weight in training if the export can repeat it: its codes have the format, and nothing is drawn."""
     cast = None if precision is None else precision.cast("forward", "weight")
-    stored = DEPLOYMENTS[format].cast
-    if cast is None or cast.codes != stored.codes or cast.round.kind != "nearest" or cast.turn.size:
+    if cast is None or not DEPLOYMENTS[format].stores(cast) or cast.round.kind != "nearest" or cast.turn.size:
         return None
-    if cast.scaling.kind == "delayed" or cast.scaling.measures_tensor:
-        return None
-    return cast if cast.scaling == stored.scaling or stored.scaling.rule.exported_bits == 32 else None
+    return None if cast.scaling.kind == "delayed" or cast.scaling.measures_tensor else cast
 
 
 def _own_plan(model: nn.Module) -> Plan:
@@ -267,7 +270,7 @@ def _nothing(stored: StoredModel, format: str, choices: Sequence[LayerFormat]) -
     why = f": {kept[0].site.name}: {kept[0].reason}" if kept else ""
     if format == AUTO and not kept:
         why = ", since the plan or the learned bitwidths need 16 bits for all of them"
-    gguf = ", or GGUF (--format gguf-q8_0)" if stored.config.get("model_type") in ARCHITECTURES else ""
+    gguf = ", or GGUF (--format gguf-q8_0)" if stored.config.get("model_type") in GGUF_ARCHITECTURES else ""
     return f"No layer of {type(stored.model).__name__} can be written in {format}{why}; use --format bf16{gguf}."
 
 

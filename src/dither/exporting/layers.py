@@ -58,5 +58,7 @@ def _encoded(stored: StoredModel, choice: LayerFormat, amax: Tensor | None, scal
             tensor = tensor.reshape(-1, stacked.shape[-1])  # transformers drops dimensions of length 1
             tensor = tensor[:1, 0] if suffix == "weight_global_scale" else tensor
             tensors[f"{name.removesuffix('.weight')}.{suffix}"] = tensor.contiguous().view(dtype)
+    if format.storage == "pack-quantized":  # words do not say how many codes they hold
+        tensors |= {f"{name.removesuffix('.weight')}.weight_shape": torch.tensor(shape) for name, shape in choice.pieces}
     bits = 8 * sum(tensor.nbytes for tensor in tensors.values()) / weight.numel()
     return EncodedLayer(choice, tensors, numbers, bits, relative_error(numbers, weight))

@@ -162,6 +162,7 @@ def choose(stored: StoredModel, wanted: Wanted, engine: Engine = "any") -> list[
         parameter, weight, axis = weight_of(site)
         pieces = tuple(stored.pieces(parameter, tuple(weight.shape)) or ())
         (format, own), reason = wanted(stored.prefix + site.name), ""
+        gguf = bool(format) and DEPLOYMENTS[format].gguf
         if not site.parameter and (tuner := tuner_of(model, site.name)):
             raise UserError(f"The layer {site.name!r} is an adapter of {tuner}: merge adapters into the model first.")
         if site.name in output:
@@ -170,9 +171,9 @@ def choose(stored: StoredModel, wanted: Wanted, engine: Engine = "any") -> list[
             reason = "a router or gate beside experts"
         elif site.obstacle:
             reason = site.obstacle
-        elif axis % weight.dim() != weight.dim() - 1:
+        elif not gguf and axis % weight.dim() != weight.dim() - 1:
             reason = "its weight is [in, out], and engines read [out, in] in few bits"
-        elif not pieces:
+        elif not gguf and not pieces:
             reason = "transformers stores it merged with other layers"
         elif format:
             reason = _obstacle(DEPLOYMENTS[format], site, pieces, engine)
@@ -191,6 +192,8 @@ def choose(stored: StoredModel, wanted: Wanted, engine: Engine = "any") -> list[
 
 
 def _obstacle(format: Deployment, site: Site, pieces: Sequence[tuple[str, tuple[int, ...]]], engine: Engine) -> str:
+    if format.gguf:
+        return format.obstacle(site.out_features, site.in_features)
     if site.parameter and format.experts and engine == "any":
         return f"{format.experts}; engine='vllm' writes them"
     return next(filter(None, (format.obstacle(*shape) for _, shape in pieces)), "")
@@ -233,6 +236,57 @@ def _tensor_scale(cast: Cast | None) -> str:
     return cast.scale if cast is not None and cast.scaling.two_level else ""
 
 
+# GGUF -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GgufArchitecture:
+    """The names and sizes by which llama.cpp reads a kind of model."""
+
+    name: str
+    """Its name in GGUF."""
+    fixed: Mapping[str, Any]
+    """Fields of the config that llama.cpp takes for granted."""
+    pairs: bool = False
+    """True if llama.cpp rotates neighbouring rows of queries and keys; ours are half a head apart."""
+
+
+_SILU = {"hidden_act": "silu"}
+GGUF_ARCHITECTURES: Mapping[str, GgufArchitecture] = {
+    "llama": GgufArchitecture("llama", {"attention_bias": False, "mlp_bias": False, **_SILU}, pairs=True),
+    "mistral": GgufArchitecture("llama", _SILU, pairs=True),
+    "qwen2": GgufArchitecture("qwen2", {"use_sliding_window": False, **_SILU}),
+    "qwen3": GgufArchitecture("qwen3", {"attention_bias": False, "use_sliding_window": False, **_SILU}),
+    "gpt2": GgufArchitecture(
+        "gpt2",
+        {
+            "activation_function": "gelu_new",
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+        },
+    ),
+}
+"""Models that are written, by their model_type."""
+
+
+def gguf_architecture(config: Mapping[str, Any]) -> GgufArchitecture:
+    """Return the architecture of a model; raise if its file would be read wrongly."""
+    kind, advice = str(config.get("model_type")), "export it with --format bf16, and convert that folder with llama.cpp"
+    if kind not in GGUF_ARCHITECTURES:
+        raise UserError(f"GGUF is written for {', '.join(GGUF_ARCHITECTURES)} models, not for {kind!r}: {advice}.")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
+        raise UserError(f"GGUF is written without scaled rotary embeddings, and this model has {rope!r:.100}: {advice}.")
+    for key, value in GGUF_ARCHITECTURES[kind].fixed.items():
+        if config.get(key, value) != value:
+            raise UserError(f"GGUF is written for {kind} models with {key}={value}, not {config[key]!r}: {advice}.")
+    window = config.get("sliding_window")
+    if kind == "mistral" and window is not None and window < config["max_position_embeddings"]:
+        raise UserError(f"GGUF is written without sliding windows, and this model has one of {window} tokens: {advice}.")
+    return GGUF_ARCHITECTURES[kind]
+
+
 # Training for a format ------------------------------------------------------------------------------------------------
 
 HEADROOM = 2.0
@@ -240,11 +294,11 @@ HEADROOM = 2.0
 
 
 def described(format: str, choices: Sequence[LayerFormat]) -> str:
-    """Return which layers training for a format casts, and why others stay in 16 bits."""
+    """Return which layers training for a format casts, and why others stay as they are."""
     kept = [choice for choice in choices if not choice.format]
     lines = [f"Training for {format} in {len(choices) - len(kept)} of {len(choices)} linear layers."]
     for pattern, group in alike(kept, lambda choice: choice.site.name, lambda choice: choice.reason):
-        lines.append(f"In 16 bits, as in the export: {pattern} ({len(group)}): {group[0].reason}.")
+        lines.append(f"Not cast: {pattern} ({len(group)}): {group[0].reason}.")
     return "\n".join(lines)
 
 
@@ -263,7 +317,7 @@ def qat(model: nn.Module, format: str, *, base: Plan | None = None, say: Callabl
     >>> from dither.models import build
     >>> plan = qat(build("tiny"), "mxfp4", say=print)
     Training for mxfp4 in 14 of 15 linear layers.
-    In 16 bits, as in the export: lm_head (1): the output layer.
+    Not cast: lm_head (1): the output layer.
     >>> print(plan.for_layer("model.layers.0.mlp.down_proj"))
     weight e2m1 tile(32) pow2 nearest, input_grad.weight uncast, backward from the codes of forward
     """
@@ -271,6 +325,8 @@ def qat(model: nn.Module, format: str, *, base: Plan | None = None, say: Callabl
         hint = did_you_mean(format, DEPLOYMENTS) if isinstance(format, str) else ""
         raise UserError(f"There is no deployment format {format!r:.80}{hint}: use {', '.join(DEPLOYMENTS)}.")
     stored, chosen = StoredModel(model), DEPLOYMENTS[format]
+    if chosen.gguf:
+        gguf_architecture(stored.config)
     choices = choose(stored, lambda _: (format, None))
     weights = [weight_of(choice.site)[1] for choice in choices if choice.format]
     if not weights:

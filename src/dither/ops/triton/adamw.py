@@ -1,4 +1,4 @@
-"""AdamW and Adam-mini, as in `dither.ops.reference.adamw`: many tensors per launch and one pass over memory.
+"""AdamW, Adam-mini and Muon, as in `dither.ops.reference.adamw`: many tensors per launch and one pass over memory.
 
 This file is the host's part: `prepare` computes the constants of a step, and a `Batch` launches the kernels of
 `dither.ops.triton.adamw_kernels` on tensors that are updated alike. The one-letter constants are listed in
@@ -239,11 +239,15 @@ class Batch:
 
         constants: float32[rows, 10], from `prepare`. step: 0-d int64, which random bits depend on. skip: 0-d int32.
         """
+        self._launch("adamw", grads, constants, step, skip)
+
+    def _launch(self, rule: str, grads: Sequence[Tensor], constants: Tensor, step: Tensor, skip: Tensor) -> None:
+        """Launch the kernel for a RULE on each table."""
         for table in self.tables:
             kept = table.point(grads)
             device = table.rows.device
-            if table.update is None:
-                table.update = BoundKernel(
+            if rule not in table.updates:
+                table.updates[rule] = BoundKernel(
                     _adamw_kernel,
                     table.programs,
                     (),
@@ -252,6 +256,10 @@ class Batch:
                         "KIND": _kind(self.update),
                         "GROUP": self.group if self.update.in_blocks else 1,
                         "FLAT": table.flat,
+                        "RULE": rule,
+                        "G": fields(FORMATS[kept[0].dtype]),
+                        "GH": RoundingConstants("nearest", 0, 32, True, native(device)),
+                        "G_STORE": INTEGERS[kept[0].itemsize],
                         "TILE": self.tile,
                         "TILES": self.tiles,
                         **_kinds(self.pieces[0], kept[0], self.update, table.flat, native(device)),
@@ -261,7 +269,19 @@ class Batch:
                     enable_fp_fusion=False,
                 )
             map_tables = state_maps.device_tables(device) if self.update.states in ("dynamic8", "dynamic4") else None
-            table.update(table.rows, table.grads, table.owner, constants, step, skip, map_tables)
+            table.updates[rule](table.rows, table.grads, table.owner, constants, step, skip, map_tables)
+
+
+class MuonBatch(Batch):
+    """Matrices that Muon updates alike: `momentum` comes before their orthogonalization, `step` after it."""
+
+    def momentum(self, grads: Sequence[Tensor], constants: Tensor, step: Tensor, skip: Tensor, *, nesterov: bool) -> None:
+        """Update the momentum, and replace each gradient in place by what is orthogonalized, unless `skip` is 1."""
+        self._launch("nesterov" if nesterov else "momentum", grads, constants, step, skip)
+
+    def step(self, grads: Sequence[Tensor], constants: Tensor, step: Tensor, skip: Tensor) -> None:
+        """Move the weights along `grads`, their orthogonalized directions, unless `skip` is 1."""
+        self._launch("move", grads, constants, step, skip)
 
 
 def _kind(update: Update) -> str:
