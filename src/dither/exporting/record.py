@@ -32,7 +32,7 @@ class ExportedLayer:
     error: float
     """Norm of the change divided by the norm of the weight."""
     reason: str = ""
-    """Why it stays in 16 bits though another format was asked for, or ""."""
+    """Why it is not in the format that was asked for, or ""."""
 
     @property
     def weights(self) -> int:
@@ -82,7 +82,7 @@ class Export:
 
     @property
     def kept(self) -> tuple[ExportedLayer, ...]:
-        """Return the layers that stay in 16 bits for a reason."""
+        """Return the layers that are not in the format that was asked for."""
         return tuple(layer for layer in self.layers if layer.reason)
 
     def to_dict(self) -> dict[str, Any]:
@@ -108,12 +108,12 @@ class Export:
             f"  {format}: {count} {'layer' if count == 1 else 'layers'}, {weights:,} weights, {bits:.2f} bits each"
             for format, count, weights, bits in self.sizes()
         ]
-        reasons: dict[str, list[str]] = {}
+        reasons: dict[tuple[float, str], list[str]] = {}
         for layer in self.kept:
-            reasons.setdefault(layer.reason, []).append(layer.name)
-        for reason, names in reasons.items():
+            reasons.setdefault((layer.bits, layer.reason), []).append(layer.name)
+        for (bits, reason), names in reasons.items():
             more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-            lines.append(f"  in 16 bits: {', '.join(names[:2])}{more}: {reason}")
+            lines.append(f"  in {bits:.3g} bits: {', '.join(names[:2])}{more}: {reason}")
         if self.loss_before is not None and self.loss_after is not None:
             change = self.loss_after - self.loss_before
             lines.append(f"  held-out loss {self.loss_before:.4f} -> {self.loss_after:.4f} nats per token ({change:+.4f})")
