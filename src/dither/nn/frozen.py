@@ -30,9 +30,11 @@ BUFFERS = ("weight_codes", "weight_scale", "weight_tensor_scale")
 
 
 class StoredName(NamedTuple):
-    """The tensors of a weight in a file: names and dtypes, and what codes do not keep."""
+    """The tensors of a weight in a file, [names, shapes, dtypes], and what codes do not keep."""
 
     codes: str
+    codes_shape: tuple[int, ...]
+    codes_dtype: torch.dtype
     scale: str
     scale_shape: tuple[int, ...]
     scale_dtype: torch.dtype
@@ -140,6 +142,13 @@ class FrozenLinear(Linear):
             scale = scale.float()
         return Codes(self.weight_codes, scale, self.weight_tensor_scale)
 
+    @property
+    def quantized(self) -> Quantized:
+        """The codes, as `dither.quantize` returns them."""
+        values, scale, tensor_scale = self._codes()
+        stored = self.stored
+        return Quantized(values, scale, Cast.parse(stored.cast), stored.shape, stored.axis, stored.dtype, tensor_scale)
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the numbers of the codes as an ordinary tensor."""
         return functional.decoded(self._codes(), self.stored, dtype or self.stored.dtype)
@@ -214,6 +223,11 @@ class FrozenExperts(nn.Module):
     def __init__(self, experts: Iterable[FrozenExpert], transposed: bool) -> None:
         super().__init__()
         self.experts, self.transposed = nn.ModuleList(experts), transposed
+
+    @property
+    def parts(self) -> list[FrozenLinear]:
+        """The parts of all experts, in their order."""
+        return [module for module in self.experts.modules() if isinstance(module, FrozenLinear)]
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the numbers of the codes in the shape of the parameter."""
