@@ -133,6 +133,11 @@ class Chromium:
         for kind in ("mousePressed", "mouseReleased"):
             self.send("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **at)
 
+    def screenshot(self, path: Path, clip: dict[str, float]) -> None:
+        """Write a part of the page as a picture (docs/screenshots.py)."""
+        found = self.send("Page.captureScreenshot", clip={**clip, "scale": 1}, captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(found["data"]))
+
     def pdf(self, path: Path) -> Path:
         """Write the printed page."""
         path.write_bytes(base64.b64decode(self.send("Page.printToPDF", printBackground=True)["data"]))

@@ -18,7 +18,7 @@ from dither.checkpoint.format import read_header
 from dither.data import BYTES, Tokenizer, train_bpe
 from dither.exporting import FORMATS
 from dither.exporting.formats import format_of
-from dither.exporting.gguf import _mxfp4
+from dither.exporting.gguf import _blocks
 from dither.exporting.record import load
 from dither.models import LlamaConfig, build, generate, hf, load_pretrained, open_model, save_pretrained
 from dither.models.open import Opened, load_weights
@@ -56,6 +56,7 @@ def test_transformers_loads_the_logits_of_the_dequantized_model(kind, format, tm
     if format in QUANTIZED:
         assert "lm_head" in {layer.name for layer in record.kept}
         assert record.bytes < 2 * record.parameters
+    assert record.check.weights == record.parameters
 
 
 @pytest.mark.parametrize("format", ["bf16", "fp16"])
@@ -69,7 +70,11 @@ def test_gpt2_is_exported_in_16_bits_and_refused_in_few(format, tmp_path):
 def by_hand(tensors, layer, format):
     """The weight of a layer, from its tensors alone: the table of formats in docs/export.md."""
     parts = {name.removeprefix(f"{layer}."): tensor for name, tensor in tensors.items() if name.startswith(f"{layer}.")}
-    if "weight_packed" in parts:
+    if format.startswith("int4"):
+        codes = parts["weight_packed"][..., None] >> torch.arange(0, 32, 4) & 15
+        numbers = codes.flatten(1).float() - 8
+        assert parts["weight_shape"].tolist() == list(numbers.shape)
+    elif "weight_packed" in parts:
         values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
         packed = parts["weight_packed"].long()
         numbers = torch.stack((values[packed & 15], values[packed >> 4]), -1).flatten(1)
@@ -259,6 +264,7 @@ EXPERTS = {
     "in four bits": (("*.experts.*", "mxfp4"), {"mxfp4", "fp8-block"}),
     "in rows": (("*.experts.*", "e4m3 row"), {"fp8-dynamic", "fp8-block"}),
     "in tensors": (("*.experts.*", "nvfp4"), {"bf16", "fp8-block"}),
+    "in integers": (("*.experts.*", "int4-g32"), {"int4-g32", "fp8-block"}),
 }
 
 
@@ -365,7 +371,7 @@ def changed(value):
 
 
 MISTAKES = {
-    "format": (lambda: (ragged(), {"format": "int4"}), "no export format 'int4' .*did you mean 'int8'"),
+    "format": (lambda: (ragged(), {"format": "int4"}), "no export format 'int4' .*did you mean"),
     "engine": (lambda: (ragged(), {"engine": "sglang"}), "engine is 'any' or 'vllm', not 'sglang'"),
     "size": (lambda: (ragged(), {"max_shard_size": "many"}), "such as 5GB or 500MB, not 'many'"),
     "architecture": (lambda: (torch.nn.Sequential(torch.nn.Linear(4, 4)), {}), "causal language model .* not Sequential"),
@@ -415,7 +421,7 @@ def test_the_check_finds_a_wrong_scale(tmp_path, monkeypatch):
         return {**tensors, block_name: tensors[block_name] * 1.01}
 
     monkeypatch.setattr(WeightFormat, "tensors", wrong)
-    with pytest.raises(UserError, match="logits of the exported folder differ"):
+    with pytest.raises(UserError, match=r"transformers reads other numbers of 'model\.layers\.0"):
         dither.export(trained("llama"), tmp_path / "out", format="fp8-dynamic", check=True)
     assert list(tmp_path.iterdir()) == []
 
@@ -433,7 +439,7 @@ def test_few_bits_are_not_exported_again(tmp_path, capsys):
 
 gguf = Lazy("gguf")
 
-KINDS = {"gguf-f16": "F16", "gguf-q8_0": "Q8_0", "gguf-mxfp4": "MXFP4"}
+KINDS = {"gguf-f16": "F16", "gguf-q8_0": "Q8_0", "gguf-q4_0": "Q4_0", "gguf-mxfp4": "MXFP4"}
 
 
 def fields_of(path):
@@ -511,11 +517,23 @@ def test_metadata_and_types_are_those_of_llama_cpp(tmp_path):
     assert "output.weight" not in types  # tied
 
 
-def test_mxfp4_has_the_numbers_of_our_cast():
-    weight = torch.randn(8, 96, generator=torch.Generator().manual_seed(0))
-    weight[0, :32] = 0
-    numbers = gguf.quants.dequantize(_mxfp4(weight), gguf.GGMLQuantizationType.MXFP4)
-    assert torch.equal(torch.from_numpy(numbers), dither.fake_quantize(weight, "mxfp4"))
+def hard_weights():
+    """Weights whose groups are zero, negative or tied, or have float16 scales that are subnormal or zero."""
+    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
+    weight[0, :32], weight[0, 32:64], weight[1] = 0.0, -0.0, -weight[1].abs()
+    weight[2], weight[3] = weight[2] * 2.0**-16, weight[3] * 2.0**-30
+    weight[4] = torch.arange(-48, 48) / 4
+    weight[5], weight[6:] = -weight[4], weight[6:].bfloat16().float()
+    return weight
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "MXFP4"])
+def test_blocks_are_those_of_the_package_gguf(kind):
+    weight, type = hard_weights(), gguf.GGMLQuantizationType[kind]
+    codes = dither.quantize(weight, kind.lower())
+    assert np.array_equal(gguf.quants.dequantize(_blocks(codes), type), codes.dequantize().numpy())
+    if kind != "MXFP4":  # whose scales in the package differ from those of OCP
+        assert np.array_equal(_blocks(codes), gguf.quants.quantize(weight.numpy(), type))
 
 
 def test_inputs_that_do_not_fill_a_block_stay_in_f16(tmp_path):
@@ -562,6 +580,22 @@ def test_mistakes_leave_nothing_behind(make, options, message, tmp_path):
     with pytest.raises(UserError, match=message):
         dither.export(make(), tmp_path / "model.gguf", format="gguf-q8_0", **options)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("kind", "largest"), [("F16", 65504), ("Q8_0", 65504 * 127), ("Q4_0", 65504 * 8)])
+def test_numbers_beyond_float16_scales_are_refused(kind, largest, tmp_path):
+    width = 80 if kind == "F16" else 96
+    model = build(LlamaConfig(hidden_size=64, intermediate_size=width, **SIZES))
+    weight = model.get_parameter("model.layers.0.mlp.down_proj.weight")
+    with torch.no_grad():
+        weight[0, 0] = -largest
+    format = "gguf-q8_0" if kind == "F16" else f"gguf-{kind.lower()}"
+    dither.export(model, tmp_path / "model.gguf", format=format, check=True)
+    with torch.no_grad():
+        weight[0, 0] = largest * 1.001
+    with pytest.raises(UserError, match=f"'blk.0.ffn_down.weight' has numbers beyond the range of {kind}: use --format"):
+        dither.export(model, tmp_path / "other.gguf", format=format)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
 
 
 def test_scaled_rotary_embeddings_windows_and_existing_files_are_refused(tmp_path):

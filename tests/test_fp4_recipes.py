@@ -1,6 +1,7 @@
 """The FP4 recipes of the field: products against their definitions, written a second time, and one short training each."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 import dither
-from dither import Stream, convert, recipe, step_context
+from dither import Cast, Stream, convert, recipe, step_context
 from dither.nn import Linear
 from dither.numerics.counts import LEAVE_FP4, gradient_margin
 from dither.ops.reference import transforms
-from dither.spec import Hadamard
+from dither.spec import Hadamard, LayerPrecision
 from dither.spec.recipes import RECIPES
 
 NAMES = [name for name, each in RECIPES.items() if each.paper or name == "fp4-forward"]
@@ -75,6 +76,28 @@ def tetrajet2(x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]
     return x @ w.T, dx, cast(turn(dy, axis=0), SR, 0, "grad").T @ cast(turn(x, axis=0), SR, 0, "input")
 
 
+def quest(x: Tensor) -> tuple[Tensor, Tensor]:
+    """QuEST in MXFP4, written out in float64: (values, trust mask) of groups of 32, clipped at 2.92 root mean squares."""
+    groups = x.double().unflatten(1, (-1, 32))
+    scale = 2.0 ** (groups.square().mean(2, keepdim=True).sqrt() * 2.92247856 / 6).log2().floor()
+    points = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    scaled = (groups / scale).flatten(1)
+    distances = (scaled.abs()[..., None] - points).abs()
+    even = torch.arange(8) % 2 * 1e-12  # ties go to even codes
+    values = points[(distances + even).argmin(2)].copysign(scaled)
+    return (values.unflatten(1, (-1, 32)) * scale).flatten(1).float(), scaled.abs() <= 6
+
+
+def quartet(x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """arXiv 2505.14669, algorithm 1: both gradients from the codes of transformed operands, masked, and transformed back."""
+    (x, x_mask), (w, w_mask) = (quest(turned(part, 32, 1, "plain")) for part in (x, w))
+    turn = functools.partial(turned, size=32, signs="redrawn")
+    dx = cast(turn(dy, axis=1), MX, 1, "grad") @ cast(turn(w, axis=0), MX, 0, "weight")
+    dw = cast(turn(dy, axis=0), MX, 0, "grad").T @ cast(turn(x, axis=0), MX, 0, "input")
+    assert 0 < (~x_mask).sum() < 0.2 * x.numel()
+    return x @ w.T, turned(dx * x_mask, 32, 1, "plain"), turned(dw * w_mask, 32, 1, "plain")
+
+
 def eden(x: Tensor, axis: int, purpose: str) -> Tensor:
     """MS-EDEN of arXiv 2601.22813, written out: nearest values, a correction per 128, E4M3 scales rounded stochastically."""
     bits = Stream(SEED, purpose, "layer").bits(STEP, x.shape, width=16)
@@ -103,6 +126,7 @@ def quartet2(x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 DEFINITIONS = {
+    "quartet": quartet,
     "quartet2": quartet2,
     "tetrajet2": tetrajet2,
     "nvfp4": nvidia,
@@ -141,6 +165,38 @@ def test_scales_of_ms_eden_are_unbiased_over_all_draws():
     means = torch.stack([each.dequantize() for each in draws]).double().mean(0)
     # The corrected vector has the projection of x on itself: <x, mean> = <x, x>, up to the deviation of 64 draws.
     assert abs((means * x).sum() / x.double().square().sum() - 1) < 0.01
+
+
+def test_codes_and_masks_of_quest_are_those_of_the_definition():
+    """Groups of all magnitudes and of heavy tails; where the scale is within 2^-18 of a power of two, either may be right."""
+    x = random(64, 512, seed=4) ** 3 * 2.0 ** torch.arange(-32, 32)[:, None]
+    expected, mask = quest(x)
+    assert torch.equal(dither.fake_quantize(x, "e2m1 tile(32) quest"), expected)
+    assert torch.equal(torch.ops.dither.unclipped(x, "e2m1 tile(32) quest", 1), mask)
+    # Extremes: zeros, one value alone, the largest and the smallest numbers. Groups of 32 end at ragged edges.
+    edges = torch.zeros(4, 40)
+    edges[1, 3], edges[2, :], edges[3, ::2] = 1.0, 2e38, 2.0**-149
+    found = dither.fake_quantize(edges, "e2m1 tile(32) quest")
+    assert found[0].eq(0).all()
+    assert found[1, 3] == 0.375  # 0.487 / sqrt(32) is above 2^-4: clipped at 6 / 16
+    assert found[2, :32].eq(2.0**127).all()  # 2e38 is 2.35 * 2^126
+
+
+def test_masks_need_what_they_mask():
+    for changes, said in (
+        ({"requantize": False}, "use it with requantize=True"),
+        ({"sampling": dither.Sampling()}, "leave one of them out"),
+        ({"mask_clipped": 1}, "true or false"),
+        ({"overrides": ()}, "Both operands"),
+        ({name: Cast.parse("e2m1 tile(32) fp32 nearest hadamard(32,plain)") for name in ("input", "weight")}, "powers of two"),
+    ):
+        with pytest.raises(dither.UserError, match=said):
+            replace(recipe("quartet").default, **changes)
+    with pytest.raises(dither.UserError, match="cast all operands"):
+        LayerPrecision.of(
+            "mxfp4 hadamard(32,plain)", "mxfp4 hadamard(32,plain)", None, {"input_grad": None, "weight_grad": None}, True
+        )
+    assert LayerPrecision.from_dict(recipe("quartet").default.to_dict()) == recipe("quartet").default
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "fp4-all-the-way", "mxfp4-rht"])

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,16 +15,21 @@ from torch.utils.checkpoint import checkpoint
 from worlds import on_ranks
 
 import dither
-from dither import LayerPrecision, Plan, UserError
+from dither import LayerPrecision, Plan, UserError, cli, recipe
 from dither import checkpoint as checkpoints
+from dither.nn import Linear
+from dither.nn.convert import Conversion
 from dither.nn.experts import ExpertsLinear
 from dither.numerics import Monitor
-from dither.numerics.counts import COUNTS, cast_counts
+from dither.numerics.calibration import magnitudes_of, static_plan
+from dither.numerics.counts import COUNTS, cast_counts, gradient_margin
 from dither.numerics.monitor import last_update
 from dither.optim import AdamMini, AdamW
 from dither.optim.roles import Role
 from dither.spec import Cast, Sampling
+from dither.spec.schedule import PlanSchedule
 from dither.train import Config, train
+from dither.train.plans import RunPlans
 from dither.train.records import Progress
 
 FP8 = Plan(default=LayerPrecision.of("e4m3 tile(8)", "e4m3 block(8)", "e5m2 tile(8)"))
@@ -156,6 +162,50 @@ def test_a_look_aside_leaves_no_trace(plan):
         results.append(learn(model, optimizer, 3, Monitor(model, optimizer) if watched else None))
         assert torch.equal(generator, torch.get_rng_state())
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("plan", ["fp4-all-the-way", "fp8-block"])
+def test_the_margin_of_the_gradient_over_its_noise(plan):
+    model = net(plan)
+    monitor = Monitor(model)
+
+    def run(step: int) -> list[Tensor]:
+        with dither.step_context(model, step=step):
+            model(data(4, 3.0)).square().mean().backward()
+        return [layer.weight.grad for layer in model if isinstance(layer, Linear)]
+
+    with monitor.aside(1, again=lambda: run(2)):
+        run(1)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    found = []
+    for step in (1, 2):
+        found.append([each.clone() for each in run(step)])
+        model.zero_grad()
+    if plan == "fp8-block":  # draws nothing
+        assert monitor.report.margin is None
+        return
+    assert monitor.report.margin == gradient_margin(*found)
+    assert 1 < monitor.report.margin < 100
+    assert not monitor.report.problems
+
+
+def test_a_gradient_below_its_noise_leaves_fp4():
+    """All layers with FP4, from the square root of 3 downwards; the sentence is a problem, and fallback moves them to FP8."""
+    model = net(Plan(default=recipe("fp4-all-the-way").default, layers=(("2", FP8.default),)))
+    monitor = Monitor(model)
+    with monitor.step(0):
+        model(data()).square().mean().backward()
+    conversion = Conversion.of(model)
+    plans = RunPlans(
+        conversion, PlanSchedule(((0, "fp4-all-the-way"),), 1, recipe), None, compiled=False, fallback=1.0, say=print
+    )
+    assert plans.react(replace(monitor.report, margin=1.74)) is None
+    noisy = replace(monitor.report, margin=1.72)
+    assert "1.7 times that of its quantization noise" in noisy.problems[-1]
+    event = plans.react(noisy)
+    assert event.reason == "0 falls back to FP8 in blocks, since the gradient is only 1.7 times its quantization noise"
+    assert model[0].precision == recipe("fp8-block").default
+    assert model[2].precision == FP8.default
 
 
 def test_a_look_aside_restores_buffers_and_generators():
@@ -425,7 +475,7 @@ WAYS = {
 def test_a_run_is_the_same_with_the_monitor_and_after_a_resume(text, tmp_path, way):
     more = ("optim.schedule=constant", "optim.warmup=0.0", *WAYS[way])
     train(settings(text, tmp_path / "plain", *more))
-    train(settings(text, tmp_path / "watched", *more, "run.steps=2", "monitor.every=1"))
+    train(settings(text, tmp_path / "watched", *more, "run.steps=2", "monitor.every=1", "monitor.margin=true"))
     train(settings(text, tmp_path / "watched", *more, "monitor.every=2"), resume=True)
     folders = [tmp_path / name / "checkpoints" / "step-00000004" for name in ("plain", "watched")]
     (plain, _), (watched, _) = (checkpoints.load(folder) for folder in folders)
@@ -433,6 +483,7 @@ def test_a_run_is_the_same_with_the_monitor_and_after_a_resume(text, tmp_path, w
     found = lines(tmp_path / "watched", "numerics")
     assert [line["step"] for line in found] == [1, 2, 4]
     assert len(found[0]["layers"]) == 14
+    assert found[0]["margin"] is None or way != "fp16"
     assert all(layer["update"] is not None for line in found for layer in line["layers"])
     assert [line["loss_scale"] is not None for line in found] == [way == "fp16"] * 3
     if way == "fp16":  # computed in float32, so that what FP16 loses shows
@@ -447,3 +498,49 @@ def test_the_progress_tells_what_is_wrong(capsys):
         progress.show({"kind": "numerics", "step": 5, "problems": []})
         progress.show({"kind": "numerics", "step": 6, "problems": ["Something is wrong."]})
     assert capsys.readouterr().out == "step 6/10  numerics: Something is wrong.\n"
+
+
+# Static scales ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_gives_static_scales_to_its_plan(text, tmp_path, capsys):
+    """From the lines of the monitor, by the command; a layer with the plan casts as one that measures, but for the scale."""
+    out, path = tmp_path / "run", tmp_path / "plan.json"
+    train(settings(text, out, "run.steps=1", "precision.recipe=fp8-current", "monitor.every=1"))
+    assert cli.main(["plan", "static", str(out), "--headroom", "1.5", "-o", str(path)]) == 0
+    plan, found = Plan.load(path), lines(out, "numerics")
+    for index, layer in enumerate(found[0]["layers"]):
+        for operand, limit in (("input", 448), ("weight", 448), ("grad", 57344)):
+            cast = getattr(plan.for_layer(layer["name"]), operand)
+            amax = max(line["layers"][index][operand]["amax"] for line in found)
+            assert amax * 1.5 / limit <= cast.scaling.arguments[0] <= amax * 1.5 / limit * 1.0011
+    names = [name for name, _ in plan.layers]
+    layers = [Linear(64, 32, precision=each, name="up") for each in (plan.for_layer(names[0]), recipe("fp8-current").default)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    one, other = (layer(torch.full((4, 64), 1e-3)) for layer in layers)
+    assert torch.allclose(one, other, rtol=0.1, atol=1e-4)
+    assert not torch.equal(one, other)
+    capsys.readouterr()
+    metrics = out / "metrics.jsonl"
+    kept = [line for line in metrics.read_text().splitlines(keepends=True) if '"numerics"' not in line]
+    assert cli.main(["plan", "static", str(out), "--headroom", "0.5"]) == 2
+    metrics.write_text("".join(kept))
+    assert cli.main(["plan", "static", str(out)]) == 2
+    said = capsys.readouterr().err
+    assert "from 1 on, not 0.5" in said
+    assert "has measured no magnitudes" in said
+
+
+def test_static_scales_are_for_whole_tensors():
+    model = net("fp8-row")
+    monitor = Monitor(model)
+    with monitor.step(0):
+        model(data()).square().mean().backward()
+    known = magnitudes_of([monitor.report])
+    assert known["0"]["input"] == data().abs().max().item()
+    with pytest.raises(UserError, match="No operand of this plan"):
+        static_plan(recipe("fp8-row"), known)
+    mixed = Plan(default=LayerPrecision.of("e4m3 tensor", "e4m3 row", "e4m3 row", {"weight_grad.input": "e5m2 tensor"}))
+    made = static_plan(mixed, known, headroom=1).for_layer("0")
+    assert made.input.scaling.kind == made.cast("weight_grad", "input").scaling.kind == "static"
+    assert made.weight == made.grad == Cast.parse("e4m3 row")

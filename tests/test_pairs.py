@@ -153,6 +153,15 @@ def test_transforms(text: str, device: str) -> None:
             assert pairs.check_transform(x.T.contiguous().T, text, axis) == 0
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(64, 512), (45, 336)])
+def test_mxfp4_as_fp8(rows: int, columns: int, device: str) -> None:
+    assert pairs.check_mx_fp8(rows, columns, device) == 0
+
+
+def test_blocks_that_do_not_fit(device: str) -> None:
+    assert pairs.check_replaced(200, 300, 336, device) == 0
+
+
 @pytest.mark.parametrize("text", pairs.RULES)
 def test_scale_rules(text: str, device: str) -> None:
     x = pairs.hard_values(37, 83, torch.bfloat16, 9, device)
@@ -528,6 +537,43 @@ def test_adam_mini_of_shards(device: str) -> None:
         after.append((batch.pieces, sums))
     assert all(torch.equal(a, b) for a, b in zip(after[0][1], after[1][1], strict=True))
     assert pairs.differing_pieces(after[0][0], after[1][0], update) == 0
+
+
+@pytest.mark.sampled(cover=1)
+@pytest.mark.usefixtures("short_programs")
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize(
+    "update",
+    [
+        Update("stochastic", "bf16"),
+        Update("nearest", "companded8", block=32, master="split24"),
+        Update("kahan", "fp32"),
+        Update("nearest", "e4m3", "stochastic", block=32, master="fp32"),
+        Update("stochastic", "dynamic4", block=32),
+    ],
+)
+def test_muon(update: Update, nesterov: bool, device: str) -> None:
+    """Both passes: momentum, which leaves its direction in the gradients, and moves along what has become of that."""
+    sizes = [pairs.Size(3, 128), pairs.Size(5, 40, row=3, column=32), pairs.Size(2, 13, shift=3)]
+    start = pairs.pieces_of(sizes, torch.bfloat16, update, 50, device)
+    hyper = torch.tensor([[1e-2, 0.0, 0.95, 1e-7, 0.1, 1.0, 1.0], [3e-3, 0.0, 0.8, 1e-7, 0.0, 1.0, -1.0]], dtype=torch.float64)
+    after = []
+    for code in (adamw, kernel_adamw):
+        pieces = pairs.copies(start)
+        batch, count = code.MuonBatch(pieces, update), torch.zeros(3, dtype=torch.int64, device=device)
+        seen = []
+        for step, dtype in enumerate((torch.bfloat16, torch.bfloat16) if nesterov else (torch.float32,)):
+            constants, _, skip = code.prepare(hyper.to(device), count[:2], count[2], None, None, None, 0.0)
+            # Above 8e37 the factor of a block is subnormal, and the dynamic maps of kernel and reference differ.
+            grads = [grad.clamp(-3e37, 3e37) for grad in pairs.gradients_of(pieces, dtype, 90 * step, False, ())]
+            batch.momentum(grads, constants, count[0], skip, nesterov=nesterov)
+            along = [torch.linspace(-1.5, 1.5, grad.numel(), device=device).view_as(grad).to(dtype) for grad in grads]
+            batch.step(along, constants, count[0], skip)
+            seen += grads
+        after.append((pieces, seen))
+    assert pairs.differing_pieces(after[0][0], after[1][0], update) == 0
+    assert sum(pairs.differing(a, b) for a, b in zip(after[0][1], after[1][1], strict=True)) == 0
+    assert all(not torch.equal(piece.w, first.w) for piece, first in zip(after[1][0], start, strict=True))
 
 
 PREPARED = [

@@ -17,6 +17,7 @@ from dither.train.config import Precision
 
 EDEN = "e2m1 tile(16) eden(128) stochastic(16) hadamard(128,redrawn)"
 TETRAJET = "e2m1 tile(16) nvfp4 stochastic(16) hadamard(32,redrawn)"
+QUEST, QUARTET = "e2m1 tile(32) quest nearest hadamard(32,plain)", "mxfp4 stochastic(16) hadamard(32,redrawn)"
 UNCAST = ("fp32", "bf16", "bf16-o2", "bf16-pure", "fp16", "fp16-o2")
 CASTS = {
     "fp8-delayed": ("e4m3 tensor delayed(1024)", "e4m3 tensor delayed(1024)", "e5m2 tensor delayed(1024)"),
@@ -29,6 +30,7 @@ CASTS = {
     "mxfp4": ("e2m1 tile(32) pow2", "e2m1 tile(32) pow2", "e2m1 tile(32) pow2_ceil stochastic(16)"),
     "nvfp4": ("e2m1 tile(16) nvfp4", "e2m1 block(16) nvfp4", "e2m1 tile(16) nvfp4 stochastic(16)"),
     "nvfp4-46": ("e2m1 tile(16) four_over_six", "e2m1 block(16) four_over_six", "e2m1 tile(16) nvfp4 stochastic(16)"),
+    "quartet": (QUEST, QUEST, QUARTET),
     "quartet2": ("e2m1 tile(16) four_over_six", "e2m1 tile(16) four_over_six", EDEN),
     "tetrajet2": ("e2m1 tile(16) nvfp4", "e2m1 tile(16) nvfp4", TETRAJET),
     "fp4-all-the-way": ("e2m1 tile(16) nvfp4", "e2m1 tile(16) nvfp4", "e2m1 tile(16) nvfp4 stochastic(16)"),
@@ -55,6 +57,7 @@ OVERRIDES = {
         "input_grad.weight": "e2m1 tile(16) nvfp4 stochastic(16)",
         "weight_grad.input": "e2m1 tile(16) nvfp4 stochastic(16)",
     },
+    "quartet": {"input_grad.weight": QUARTET, "weight_grad.input": QUARTET},
     "quartet2": {"input_grad.weight": EDEN, "weight_grad.input": EDEN},
     "tetrajet2": {"input_grad.weight": TETRAJET, "weight_grad.input": TETRAJET},
     "mxfp4-rht": {"forward.input": None, "forward.weight": None},
@@ -70,7 +73,8 @@ def test_casts_of_a_recipe(name):
     overrides = {each.place: each.cast for each in plan.default.overrides}
     assert overrides == {place: text and Cast.parse(text) for place, text in OVERRIDES.get(name, {}).items()}
     assert plan.spare_last == SPARED.get(name, 0.0)
-    assert plan.default.requantize == (name in ("quartet2", "tetrajet2"))
+    assert plan.default.requantize == (name in ("quartet", "quartet2", "tetrajet2"))
+    assert plan.default.mask_clipped == (name == "quartet")
     assert (plan.layers, plan.compute, plan.parameters, plan.master, plan.loss_scaling) == ((), "bf16", None, False, False)
 
 

@@ -104,6 +104,7 @@ def test_a_round_trip_goes_back_to_the_numbers_as_they_were():
 # Products -------------------------------------------------------------------------------------------------------------
 
 PRECISIONS = {
+    "quartet": lambda size: dither.recipe("quartet").default,
     "fixed": lambda size: LayerPrecision.of(*[f"nvfp4 hadamard({size})"] * 3),
     "redrawn": lambda size: LayerPrecision.of(
         "nvfp4",
@@ -118,14 +119,16 @@ PRECISIONS = {
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [*SIZES, 0])
 def test_transforms_of_both_operands_leave_the_products_as_they_were(size, transposed):
     """In a format of 11 bits errors are small; features and tokens are no multiples of the width."""
-    text = f"e4m10 tile(16) fp32 nearest hadamard({size},redrawn)"
+    text = f"e4m10 tile(16) fp32 nearest hadamard({size or 32},redrawn)"
+    precision = LayerPrecision.of(text, text, text)
+    if not size:  # gradients of transformed operands, which are transformed back
+        first = "e4m10 tile(16) pow2_ceil nearest hadamard(64,plain)"
+        precision = LayerPrecision.of(first, first, text, {"input_grad.weight": text, "weight_grad.input": text}, True, True)
     plain = nn.Linear(200, 136)
-    layer = Linear.adopt(plain, LayerPrecision.of(text, text, text), name="layer")
-    if transposed:
-        layer = transposed_layer(plain, LayerPrecision.of(text, text, text))
+    layer = transposed_layer(plain, precision) if transposed else Linear.adopt(plain, precision, name="layer")
     x, dy = random(150, 200), random(150, 136, seed=1)
     found = gradients(layer, x, dy, step=2)
     y = plain(x)

@@ -52,6 +52,12 @@ def test_scale_rules(text: str) -> None:
     assert pairs.check_quantize(x, Cast.parse(text), 0) == 0
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(4096, 8192), (3001, 1392)])
+def test_mxfp4_as_fp8(rows: int, columns: int) -> None:
+    assert pairs.check_mx_fp8(rows, columns, "cuda") == 0
+    assert pairs.check_replaced(rows, 272, columns, "cuda") == 0
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("text", ["hadamard(16)", "hadamard(32,plain)", "hadamard(64,redrawn)", "hadamard(128)"])
 def test_transforms(text: str, axis: int) -> None:

@@ -15,10 +15,14 @@ from lazily import Lazy
 
 import dither
 from dither import Plan
+from dither.exporting import FORMATS
 from dither.models import LlamaConfig, build
 from dither.spec import Cast, LayerPrecision
 
 compressed = Lazy("compressed_tensors.quantization")
+forward = Lazy("compressed_tensors.quantization.lifecycle.forward")
+qparams = Lazy("compressed_tensors.quantization.utils.helpers")
+packing = Lazy("compressed_tensors.compressors.pack_quantized")
 
 PRESETS = {
     "fp8-dynamic": ("FP8_DYNAMIC", "float-quantized"),
@@ -26,6 +30,7 @@ PRESETS = {
     "mxfp4": ("MXFP4A16", "mxfp4-pack-quantized"),
     "nvfp4": ("NVFP4A16", "nvfp4-pack-quantized"),
     "int8": ("W8A8", "int-quantized"),
+    "int4-g128": ("W4A16", "pack-quantized"),
 }
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -93,6 +98,9 @@ def scheme_of(group, quantization):
         assert weights.strategy == "group"
         assert weights.scale_dtype == torch.uint8
         return "W8A8Mxfp8"
+    if inputs is None:
+        assert (weights.type, weights.num_bits, weights.strategy, format) == ("int", 4, "group", "pack-quantized")
+        return f"WNA16 {weights.group_size}"
     assert format in ACTIVATION_FORMATS
     assert inputs.dynamic
     assert inputs.symmetric
@@ -108,6 +116,7 @@ def parameters_of(scheme, rows, columns):
     """Return {name: (shape, dtype)} as `create_weights` of a scheme registers them."""
     e4m3, float32, uint8 = torch.float8_e4m3fn, torch.float32, torch.uint8
     packed = {"weight_packed": ((rows, columns // 2), uint8)}
+    words = {"weight_packed": ((rows, columns // 8), torch.int32), "weight_shape": ((2,), torch.int64)}
     return {
         "unquantized": {"weight": ((rows, columns), torch.bfloat16)},
         "fp8": {"weight": ((rows, columns), e4m3), "weight_scale_inv": ((-(-rows // 128), -(-columns // 128)), float32)},
@@ -117,6 +126,7 @@ def parameters_of(scheme, rows, columns):
         "W8A8Mxfp8": {"weight": ((rows, columns), e4m3), "weight_scale": ((rows, columns // 32), uint8)},
         "W4A4Mxfp4": packed | {"weight_scale": ((rows, columns // 32), uint8)},
         "W4A4Fp4": packed | {"weight_scale": ((rows, columns // 16), e4m3), "weight_global_scale": ((1,), float32)},
+        **{f"WNA16 {size}": words | {"weight_scale": ((rows, columns // size), torch.bfloat16)} for size in (32, 128)},
     }[scheme]
 
 
@@ -170,6 +180,8 @@ SCHEMES = {
     "mxfp4": "W4A4Mxfp4",
     "nvfp4": "W4A4Fp4",
     "int8": "W8A8Int8",
+    "int4-g32": "WNA16 32",
+    "int4-g128": "WNA16 128",
 }
 
 
@@ -224,7 +236,7 @@ def test_vllm_finds_the_experts_and_the_router(format, engine, tmp_path):
         assert all(group == groups[0] for group in groups)
         scheme = "unquantized" if groups[0] is None else scheme_of(groups[0], quantization)
         assert is_ignored(f"{home}.gate", quantization["ignore"])
-    readable = format in ("fp8-block", "fp8-dynamic", "mxfp4")
+    readable = format in ("fp8-block", "fp8-dynamic", "mxfp4", "int4-g32", "int4-g128")
     assert scheme == (SCHEMES[format] if readable or engine == "vllm" else "unquantized")
     for expert in range(2):
         for name, size in (("w1", (256, 128)), ("w3", (256, 128)), ("w2", (128, 256))):
@@ -256,3 +268,19 @@ def test_fp8_blocks_have_the_config_of_deepseek(tmp_path):
         "weight_block_size": [128, 128],
         "modules_to_not_convert": ["lm_head"],
     }
+
+
+@pytest.mark.parametrize("size", [32, 128])
+def test_int4_has_the_codes_and_scales_of_compressed_tensors(size):
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    weight[0], weight[1], weight[2:40] = torch.arange(-128, 128) / 16, -weight[1].abs(), weight[2:40].bfloat16().float()
+    args = compressed.QuantizationArgs(num_bits=4, type="int", group_size=size, strategy="group", scale_dtype=torch.bfloat16)
+    groups = weight.view(64, -1, size)
+    scale = qparams.calculate_qparams(groups.amin(-1), groups.amax(-1), args)[0].bfloat16()
+    codes = forward.quantize(weight, scale, None, args, dtype=torch.int8)
+    format = FORMATS[f"int4-g{size}"]
+    found = format.tensors(format.quantize(weight))
+    assert torch.equal(found["weight_scale"], scale)
+    assert torch.equal(found["weight_packed"], packing.pack_to_int32(codes, 4))
+    read = forward.dequantize(packing.unpack_from_int32(found["weight_packed"], 4, weight.shape), scale, None, args)
+    assert torch.equal(read, format.quantize(weight).dequantize(torch.bfloat16))

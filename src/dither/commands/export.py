@@ -39,8 +39,8 @@ def export(
 
     Args:
         out: The folder to write, new or empty; with a GGUF format the file to write.
-        format: bf16, fp16, fp8-block, fp8-dynamic, mxfp8, mxfp4, nvfp4, int8; auto, by learned bitwidths or by a plan; or
-            gguf-f16, gguf-q8_0, gguf-mxfp4.
+        format: bf16, fp16, fp8-block, fp8-dynamic, mxfp8, mxfp4, nvfp4, int8, int4-g32, int4-g128; auto, by learned bitwidths
+            or by a plan; or gguf-f16, gguf-q8_0, gguf-q4_0, gguf-mxfp4.
         plan: With auto: the plan whose casts of weights choose the formats; by default that of the run.
         data: Text for the loss before and after the cast; by default the held-out text of the run.
         sequence: Tokens per sequence of that text; by default as in training, or 1024.
@@ -48,7 +48,7 @@ def export(
         engine: vllm also writes experts of mixtures in formats that transformers does not read.
         merge: Of a run that trained adapters, write the whole model, with the adapters added to the numbers of the base's
             codes. Without it, the adapters alone are written, as a folder for PEFT.
-        check: Load the result with transformers and compare logits before it appears.
+        check: Load the result with transformers and compare weights and logits before it appears.
         max_shard_size: Most bytes per file of weights, such as 500MB.
         slack: With auto: bits by which a learned bitwidth may exceed the capacity of a format.
     """

@@ -52,7 +52,7 @@ class Subject:
     """Sequences per forward pass."""
     forward: Callable[[], AbstractContextManager[None]] = nullcontext
     adapted: bool = False
-    """True if the model has adapters on a base that exists as codes only."""
+    """True if weights exist as codes only, of a folder in few bits or of the base of adapters."""
 
     def castable(self) -> CausalLM:
         """Return the model if its weights can be cast; adapters are merged with their base first."""
@@ -281,13 +281,14 @@ def opened(
         if found.kind != "checkpoint":
             tokenizer = _tokenizer_of(path)
             text = open_text(folder_data, scratch / "other", tokenizer, whole=bool(data)) if folder_data else None
-            model = open_model(found, device=device, dtype=torch.float32, few_bits=True).model
+            made = open_model(found, device=device, dtype=torch.float32, few_bits=True)
+            model = made.model
             if model.embedding.num_embeddings < tokenizer.vocab_size:
                 raise UserError(
                     f"The model {str(path)!r} has {model.embedding.num_embeddings} tokens, and its tokenizer has "
                     f"{tokenizer.vocab_size}: replace its tokenizer.json."
                 )
-            yield Subject(str(path), path, None, model, tokenizer, text, sequence or SEQUENCE, 1)
+            yield Subject(str(path), path, None, model, tokenizer, text, sequence or SEQUENCE, 1, adapted=made.adapted)
             return
         found.tell()
         settings = from_table(Data, found.config.get("data", {}), "data")

@@ -32,7 +32,7 @@ from dither.spec import LayerPrecision, Plan
 from dither.spec.deployment import DEPLOYMENTS
 from dither.versions import versions
 
-CHECKING = "Loading the result with transformers and comparing logits"
+CHECKING = "Loading the result with transformers and comparing weights and logits"
 """The title of the stage of `check`."""
 
 RECORD, CARD = "dither_export.json", "README.md"
@@ -63,14 +63,14 @@ def export(
     Args:
         model: A causal language model of `dither.models` or of transformers, converted or not.
         folder: A new or empty folder.
-        format: bf16, fp16, fp8-block, fp8-dynamic, mxfp8, mxfp4, nvfp4, int8, or auto, which chooses per layer: by `plan`, by
-            learned bitwidths, or by the casts of a converted model. With gguf-f16, gguf-q8_0 or gguf-mxfp4, `folder` is a new
-            GGUF file for llama.cpp.
+        format: bf16, fp16, fp8-block, fp8-dynamic, mxfp8, mxfp4, nvfp4, int8, int4-g32, int4-g128, or auto, which chooses per
+            layer: by `plan`, by learned bitwidths, or by the casts of a converted model. With gguf-f16, gguf-q8_0, gguf-q4_0 or
+            gguf-mxfp4, `folder` is a new GGUF file for llama.cpp.
         plan: For "auto", a plan whose casts of weights choose the formats.
         tokenizer: A tokenizer of `dither.data` or of transformers, a tokenizer.json, or a folder that has one.
         engine: "any", or "vllm" to also write experts in formats that vLLM reads and transformers does not.
         evaluate: A function (model) -> loss, called before and after the cast.
-        check: Load the folder with transformers and compare logits before it appears.
+        check: Load the folder with transformers and compare weights and logits before it appears.
         max_shard_size: Most bytes per file of weights, such as "5GB".
         provenance: Plain values for the model card, such as {"recipe": "fp8-block", "step": 1000}.
         stage: Shows the stages of the export.
@@ -125,7 +125,13 @@ def export(
             if evaluate is not None:
                 record = _with_losses(record, stored, dequantized(stored, numbers, job.dtype, choices), evaluate)
             if check:
-                loaded = {choice.parameter: FORMATS[choice.format].loaded for choice in choices if choice.format}
+                loaded = {
+                    choice.parameter: FORMATS[choice.format].loaded_experts
+                    if choice.is_expert
+                    else FORMATS[choice.format].loaded
+                    for choice in choices
+                    if choice.format
+                }
                 numbers = {name: number.to(loaded[name]).float() for name, number in numbers.items()}
                 with stage(CHECKING):
                     record = replace(
@@ -139,15 +145,15 @@ def export(
 def _export_gguf(
     stored: StoredModel, record: Export, tokens: TokenizerFiles | None, evaluate: Evaluate | None, check: bool, stage: Stage
 ) -> Export:
-    """Write a GGUF file; read it back to measure its loss, and to compare logits with transformers' own reader of GGUF."""
+    """Write a GGUF file; measure its loss, and compare it with transformers' own reader of GGUF."""
     path, model = record.path, GgufModel(stored)
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
         with stage("Writing weights"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            layers = model.write(partial, record.format, tokens, path.stem)
+            layers, numbers = model.write(partial, record.format, tokens, path.stem)
         record = replace(record, layers=tuple(layers), bytes=partial.stat().st_size)
-        after = dequantized(stored, model.read(partial))
+        after = dequantized(stored, numbers)
         if evaluate is not None:
             record = _with_losses(record, stored, after, evaluate)
         if check:

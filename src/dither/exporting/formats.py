@@ -37,7 +37,9 @@ class WeightFormat:
     inputs: Scheme | None = None
     """The inputs' entry, which stands for `deployment.input_cast`; None if engines multiply unrounded inputs."""
     loaded: torch.dtype = torch.float32
-    """The dtype to which transformers dequantizes."""
+    """The dtype to which transformers dequantizes a layer of a float32 model."""
+    loaded_experts: torch.dtype = torch.float32
+    """The same for experts."""
 
     def quantize(self, weight: Tensor, amax: Tensor | None = None) -> Quantized:
         """Quantize a weight [out, in]; `amax` is the largest magnitude of all weights that share an NVFP4 tensor scale."""
@@ -48,10 +50,12 @@ class WeightFormat:
         """Return the tensors of a layer by the last part of their names; `block_name` is that of the scales."""
         assert codes.scale is not None
         packed = codes.cast.element.bits == 4
-        scale = codes.scale.contiguous()
+        values, scale = codes.values.contiguous(), codes.scale.contiguous()
         if codes.cast.scaling.kind == "pow2":
             scale = scale.view(torch.uint8)
-        tensors = {"weight_packed" if packed else "weight": codes.values.contiguous(), block_name: scale}
+        elif self.storage == "pack-quantized":  # code + 8, eight of them in a word
+            values, scale = (values ^ 0x88).view(torch.int32), scale.to(torch.bfloat16)
+        tensors = {"weight_packed" if packed else "weight": values, block_name: scale}
         if codes.tensor_scale is not None:  # engines divide by it
             tensors["weight_global_scale"] = codes.tensor_scale.reciprocal().reshape(1)
         return tensors
@@ -78,6 +82,15 @@ FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
                 "nvfp4-pack-quantized",
                 _args(4, "float", "tensor_group", 16, scale_dtype=_E4M3),
                 loaded=torch.bfloat16,
+            ),
+            *(
+                WeightFormat(
+                    DEPLOYMENTS[f"int4-g{group}"],
+                    "pack-quantized",
+                    _args(4, "int", "group", group),
+                    loaded_experts=torch.bfloat16,
+                )
+                for group in (128, 32)
             ),
             WeightFormat(
                 DEPLOYMENTS["mxfp8"],
@@ -108,7 +121,7 @@ FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
 )
 """Formats of Hugging Face folders in few bits, by name."""
 
-GGUF_NAMES = ("gguf-f16", "gguf-q8_0", "gguf-mxfp4")
+GGUF_NAMES = ("gguf-f16", *(name for name in DEPLOYMENTS if name.startswith("gguf-")))
 
 NAMES = (*DENSE, *FORMATS, AUTO, *GGUF_NAMES)
 
@@ -134,8 +147,7 @@ def format_of(cast: Cast | None) -> str:
     if cast is None or cast.element.bits > 8 or cast.element.codebook:
         return "bf16"
     for name, each in FORMATS.items():
-        own = each.deployment.cast
-        if (cast.format, cast.group, cast.scaling) == (own.format, own.group, own.scaling):
+        if each.deployment.stores(cast):
             return name
     if cast.element.is_integer:
         return "int8"

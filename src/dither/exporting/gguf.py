@@ -1,15 +1,15 @@
-"""GGUF files of llama.cpp: F16, Q8_0 and MXFP4, written and read back with the package gguf.
+"""GGUF files of llama.cpp: F16, Q8_0, Q4_0 and MXFP4, written with the package gguf.
 
 Names, metadata, the order of rows in queries and keys, and the types of single tensors are those of llama.cpp's own converter.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -20,13 +20,17 @@ from dither.exporting.record import ExportedLayer, relative_error, require
 from dither.exporting.tokenizer_files import TokenizerFiles
 from dither.models.deployment import StoredModel
 from dither.nn.sites import find_sites, output_layers, weight_of
-from dither.ops import quantize
+from dither.ops import Quantized, quantize
+from dither.spec.deployment import DEPLOYMENTS
 
-GGUF: Mapping[str, str] = dict(zip(GGUF_NAMES, ("F16", "Q8_0", "MXFP4"), strict=True))
+GGUF: Mapping[str, str] = {name: name.removeprefix("gguf-").upper() for name in GGUF_NAMES}
 """Types of GGUF by the names of formats."""
 
 BLOCK = 32
-"""Weights per block of Q8_0 and MXFP4, along the inputs."""
+"""Weights per block of Q8_0, Q4_0 and MXFP4, along the inputs."""
+
+LARGEST = {"F16": 65504.0, "Q8_0": 65504.0 * 127, "Q4_0": 65504.0 * 8}
+"""Largest magnitudes of types with float16 numbers or scales."""
 
 SPLITS = {
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": (
@@ -79,6 +83,8 @@ class _Stored(NamedTuple):
     name: str
     data: Array
     type: str
+    numbers: Tensor
+    """What the data stand for, float32, computed from our codes."""
 
 
 class GgufModel:
@@ -103,12 +109,14 @@ class GgufModel:
         """Return the config of the model as one of the architecture in the file: a Mistral without windows is a Llama."""
         return self.config | {"model_type": self.architecture.name}
 
-    def write(self, path: Path, format: str, tokenizer: TokenizerFiles | None, title: str) -> list[ExportedLayer]:
-        """Write the model to a new file, and return a record of its linear layers.
+    def write(
+        self, path: Path, format: str, tokenizer: TokenizerFiles | None, title: str
+    ) -> tuple[list[ExportedLayer], dict[str, Tensor]]:
+        """Write the model to a new file, and return a record of its linear layers, and the numbers of all parameters.
 
         Args:
             path: The file.
-            format: gguf-f16, gguf-q8_0 or gguf-mxfp4.
+            format: One of `GGUF`.
             tokenizer: Its tokenizer, a byte-level BPE; without one, the file has no vocabulary.
             title: The name of the model in the file.
         """
@@ -116,9 +124,7 @@ class GgufModel:
         writer.add_name(title)
         writer.add_quantization_version(self.gguf.GGML_QUANT_VERSION)
         types = self.gguf.LlamaFileType
-        writer.add_file_type(
-            {"F16": types.MOSTLY_F16, "Q8_0": types.MOSTLY_Q8_0, "MXFP4": types.MOSTLY_MXFP4_MOE}[GGUF[format]]
-        )
+        writer.add_file_type(types.MOSTLY_MXFP4_MOE if GGUF[format] == "MXFP4" else getattr(types, f"MOSTLY_{GGUF[format]}"))
         self._add_sizes(writer)
         if tokenizer is None:
             writer.add_tokenizer_model("none")
@@ -126,30 +132,21 @@ class GgufModel:
             _add_tokenizer(writer, tokenizer, self.stored.vocab_size)
         sites = {weight_of(site)[0]: site for site in find_sites(self.stored.model)}
         output = set(output_layers(self.stored.model, list(sites.values())))
-        layers = []
+        layers, numbers = [], {}
         for name, parameter in self.stored.tensors().items():
             site, tensor = sites.get(name), self._moved(name, parameter.float().cpu())
             entry, reason = self._entry(name, tensor, GGUF[format], site is not None and site.name not in output)
             writer.add_tensor(entry.name, entry.data, raw_dtype=getattr(self.gguf.GGMLQuantizationType, entry.type))
+            numbers[name] = self._moved(name, entry.numbers, back=True)
             if site is not None:
-                bits, error = 8 * entry.data.nbytes / tensor.numel(), relative_error(self._numbers(entry, tensor.shape), tensor)
+                bits, error = 8 * entry.data.nbytes / tensor.numel(), relative_error(entry.numbers, tensor)
                 kind = f"gguf-{entry.type.lower()}"
                 layers.append(ExportedLayer(site.name, tuple(tensor.shape), kind, bits, error, reason))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        return layers
-
-    def read(self, path: Path) -> dict[str, Tensor]:
-        """Return the numbers in a file, float32, by the names and in the shapes of the model's parameters."""
-        found = {tensor.name: tensor for tensor in self.gguf.GGUFReader(path).tensors}
-        numbers = {}
-        for name, parameter in self.stored.tensors().items():
-            entry = found[self._name(name)]
-            stored = _Stored(entry.name, entry.data, entry.tensor_type.name)
-            numbers[name] = self._moved(name, self._numbers(stored, self._moved(name, parameter).shape), back=True)
-        return numbers
+        return layers, numbers
 
     def _add_sizes(self, writer: Any) -> None:
         config = self.config
@@ -200,31 +197,25 @@ class GgufModel:
     def _entry(self, name: str, tensor: Tensor, wanted: str, inner: bool) -> tuple[_Stored, str]:
         """Return a tensor as stored, and why it is not in the wanted type, or "".
 
-        Vectors and positions are float32. Embeddings and the output layer of an MXFP4 file are Q8_0, as llama.cpp writes them.
+        Vectors and positions are float32. Embeddings and the output layer of MXFP4 and Q4_0 files are Q8_0; llama.cpp writes
+        those of MXFP4 so, and those of Q4_0 in types that need tables.
         """
-        name, data = self._name(name), tensor.numpy()
+        name = self._name(name)
         if tensor.dim() == 1 or name.startswith("position_embd"):
-            return _Stored(name, data, "F32"), ""
+            return _Stored(name, tensor.numpy(), "F32", tensor), ""
         kind, reason = wanted, ""
-        if kind == "MXFP4" and not inner:
-            kind, reason = "Q8_0", "llama.cpp keeps embeddings and the output layer in Q8_0"
+        if kind in ("MXFP4", "Q4_0") and not inner:
+            kind, reason = "Q8_0", "embeddings and the output layer of this format are in Q8_0"
         if kind != "F16" and tensor.shape[1] % BLOCK:
             kind, reason = "F16", f"{tensor.shape[1]} inputs are not a multiple of {BLOCK}"
-        if kind == "MXFP4":
-            return _Stored(name, _mxfp4(tensor), kind), reason
-        if kind == "Q8_0":
-            return _Stored(name, self.gguf.quants.quantize(data, self.gguf.GGMLQuantizationType.Q8_0), kind), reason
-        with np.errstate(over="ignore"):
-            half = data.astype(np.float16)
-        if not np.isfinite(half).all():
-            raise UserError(f"The tensor {name!r} has numbers beyond the range of F16: use --format gguf-q8_0 or bf16.")
-        return _Stored(name, half, kind), reason
-
-    def _numbers(self, entry: _Stored, shape: torch.Size) -> Tensor:
-        """Return the numbers of a stored tensor, float32."""
-        kind = getattr(self.gguf.GGMLQuantizationType, entry.type)
-        found: Array = self.gguf.quants.dequantize(np.asarray(entry.data), kind)
-        return torch.from_numpy(found.astype(np.float32).reshape(shape).copy())
+        if tensor.numel() and tensor.abs().max() > LARGEST.get(kind, math.inf):
+            other = "gguf-q8_0 or " if kind == "F16" else ""
+            raise UserError(f"The tensor {name!r} has numbers beyond the range of {kind}: use --format {other}bf16.")
+        if kind != "F16":
+            codes = quantize(tensor, DEPLOYMENTS[f"gguf-{kind.lower()}"].cast)
+            return _Stored(name, _blocks(codes), kind, codes.dequantize(torch.float32)), reason
+        half = tensor.to(torch.float16)
+        return _Stored(name, half.numpy(), kind, half.float()), reason
 
 
 def _architecture(config: Mapping[str, Any]) -> _Architecture:
@@ -244,16 +235,21 @@ def _architecture(config: Mapping[str, Any]) -> _Architecture:
     return ARCHITECTURES[kind]
 
 
-def _mxfp4(weight: Tensor) -> Array:
-    """Return blocks of 17 bytes: the exponent, and 32 codes; a byte holds code i and, in its high half, code i + 16."""
-    rows, columns = weight.shape
-    codes = quantize(weight, "mxfp4")
+def _blocks(codes: Quantized) -> Array:
+    """Return blocks: the scale, as exponent or float16, and 32 codes; a byte holds code i and, in its high half, code i + 16.
+
+    Codes of Q4_0 are those of int4 plus 8.
+    """
     assert codes.scale is not None
-    exponents = codes.scale.view(torch.uint8).reshape(rows, columns // BLOCK, 1)
-    packed = codes.values.reshape(rows, columns // BLOCK, BLOCK // 2)
-    single = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)  # in the order of the weights
-    repacked = single[..., : BLOCK // 2] | single[..., BLOCK // 2 :] << 4
-    found: Array = torch.cat((exponents, repacked), dim=-1).reshape(rows, -1).cpu().numpy()
+    rows, columns = codes.shape
+    scale = codes.scale if codes.scale.itemsize == 1 else codes.scale.to(torch.float16)
+    values = codes.values.view(torch.uint8).reshape(rows, columns // BLOCK, -1)
+    if codes.cast.element.bits == 4:
+        values = values ^ 0x88 if codes.cast.element.is_integer else values
+        single = torch.stack((values & 0xF, values >> 4), dim=-1).flatten(-2)  # in the order of the weights
+        values = single[..., : BLOCK // 2] | single[..., BLOCK // 2 :] << 4
+    scales = scale.contiguous().view(torch.uint8).reshape(rows, columns // BLOCK, -1)
+    found: Array = torch.cat((scales, values), dim=-1).reshape(rows, -1).cpu().numpy()
     return found
 
 

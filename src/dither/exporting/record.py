@@ -15,8 +15,7 @@ from torch import Tensor
 from dither.data.text import first_line
 from dither.errors import UserError
 from dither.evaluate.held_out import evaluating
-from dither.models.folder_files import CONFIG, read_json
-from dither.models.transformers_models import from_transformers, hf
+from dither.models.transformers_models import from_transformers, loaded, plain_copy
 from dither.spec import Plan
 
 
@@ -33,7 +32,7 @@ class ExportedLayer:
     error: float
     """Norm of the change divided by the norm of the weight."""
     reason: str = ""
-    """Why it stays in 16 bits though another format was asked for, or ""."""
+    """Why it is not in the format that was asked for, or ""."""
 
     @property
     def weights(self) -> int:
@@ -49,7 +48,10 @@ def relative_error(numbers: Tensor, weight: Tensor) -> float:
 
 @dataclass(frozen=True)
 class LogitCheck:
-    """A comparison of the logits of the exported folder, as transformers loads it, with those of our dequantized model."""
+    """A comparison of the exported folder, as transformers loads it, with our dequantized model."""
+
+    weights: int
+    """The number of weights, all of which are equal."""
 
     difference: float
     """The largest difference of two logits."""
@@ -78,7 +80,7 @@ class Export:
 
     @property
     def kept(self) -> tuple[ExportedLayer, ...]:
-        """Return the layers that stay in 16 bits for a reason."""
+        """Return the layers that are not in the format that was asked for."""
         return tuple(layer for layer in self.layers if layer.reason)
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,18 +106,21 @@ class Export:
             f"  {format}: {count} {'layer' if count == 1 else 'layers'}, {weights:,} weights, {bits:.2f} bits each"
             for format, count, weights, bits in self.sizes()
         ]
-        reasons: dict[str, list[str]] = {}
+        reasons: dict[tuple[float, str], list[str]] = {}
         for layer in self.kept:
-            reasons.setdefault(layer.reason, []).append(layer.name)
-        for reason, names in reasons.items():
+            reasons.setdefault((layer.bits, layer.reason), []).append(layer.name)
+        for (bits, reason), names in reasons.items():
             more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-            lines.append(f"  in 16 bits: {', '.join(names[:2])}{more}: {reason}")
+            lines.append(f"  in {bits:.3g} bits: {', '.join(names[:2])}{more}: {reason}")
         if self.loss_before is not None and self.loss_after is not None:
             change = self.loss_after - self.loss_before
             lines.append(f"  held-out loss {self.loss_before:.4f} -> {self.loss_after:.4f} nats per token ({change:+.4f})")
         if self.check is not None:
             apart, largest = f"{self.check.difference:.2g}", f"{self.check.largest:.3g}"
-            lines.append(f"  checked with transformers: logits differ by at most {apart}, and the largest is {largest}")
+            weights = f"{self.check.weights:,} weights are equal"
+            lines.append(
+                f"  checked with transformers: {weights}, logits differ by at most {apart}, and the largest is {largest}"
+            )
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
 
@@ -151,9 +156,21 @@ def load(place: Path, config: Mapping[str, Any] | None = None) -> Any:
         options = {"config": settings, "gguf_file": place.name, "dtype": torch.float32, "trust_remote_code": False}
         read = transformers.AutoModelForCausalLM.from_pretrained
         return from_transformers(place, lambda: read(place.parent, **options)).eval()
-    if (read_json(place / CONFIG).get("quantization_config") or {}).get("quant_method") == "compressed-tensors":
+    from transformers import AutoConfig
+
+    settings = AutoConfig.from_pretrained(place, trust_remote_code=False)
+    quantization: Any = getattr(settings, "quantization_config", None) or {}
+    method = quantization.get("quant_method")
+    if method == "fp8":
+        quantization["dequantize"] = True
+    elif method == "compressed-tensors":
         require("compressed_tensors", "--check of this format")
-    return hf(place, dtype=torch.float32).hf.eval()
+        for group in quantization.get("config_groups", {}).values():
+            group["input_activations"] = None
+    model = loaded(str(place), config=settings, dtype=torch.float32)
+    if method == "compressed-tensors":  # transformers 5.23 dequantizes all layers by the first of several formats
+        from_transformers(place, lambda: model.hf_quantizer.compressor.decompress_model(model=model))
+    return (plain_copy(model, torch.float32) if quantization else model).eval()
 
 
 def sample_tokens(model: Any, vocab_size: int) -> Tensor:
@@ -183,14 +200,28 @@ def check_difference(difference: float, largest: float, what: str, other: str) -
         )
 
 
+def _equal_weights(theirs: Any, ours: Any) -> int:
+    """Return the number of weights in two models; raise unless all numbers are equal (GGUF's MXFP4 drops the sign of zeros)."""
+    found, weights = theirs.state_dict(), 0
+    for name, tensor in getattr(ours, "hf", ours).named_parameters():
+        if name not in found or not torch.equal(found[name].float().cpu(), tensor.detach().float().cpu()):
+            raise UserError(
+                f"transformers reads other numbers of {name!r} than those of our codes: nothing was written; this is a defect, "
+                "please report it."
+            )
+        weights += tensor.numel()
+    return weights
+
+
 def check_logits(place: Path, ours: Any, vocab_size: int, config: Mapping[str, Any] | None = None) -> LogitCheck:
-    """Compare the logits of a folder or a GGUF file with those of our model; raise if they differ by more than `TOLERANCE`."""
-    tokens = sample_tokens(ours, vocab_size)
-    difference, largest = logit_difference(load(place, config), ours, tokens)
+    """Compare a folder or a GGUF file with our model; raise unless weights are equal, and logits up to `TOLERANCE`."""
+    tokens, theirs = sample_tokens(ours, vocab_size), load(place, config)
+    weights = _equal_weights(theirs, ours)
+    difference, largest = logit_difference(theirs, ours, tokens)
     check_difference(difference, largest, "exported folder", "the dequantized model")
     packages = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
     versions: dict[str, str] = {name: packages[name] for name in ("transformers", "compressed-tensors") if name in packages}
-    return LogitCheck(difference, largest, tokens.numel(), versions)
+    return LogitCheck(weights, difference, largest, tokens.numel(), versions)
 
 
 ENGINES = {
@@ -259,8 +290,9 @@ def _made(record: Export, plan: Plan | None) -> list[str]:
     if record.check is not None:
         by = ", ".join(f"{name} {version}" for name, version in record.check.versions.items())
         lines += [
-            f"Checked with {by}: over {record.check.tokens} tokens the logits differ by at most {record.check.difference:.2g} "
-            f"from those of the dequantized model, whose largest logit is {record.check.largest:.3g}.",
+            f"Checked with {by}: all {record.check.weights:,} weights are equal to those of the dequantized model, and over "
+            f"{record.check.tokens} tokens the logits differ by at most {record.check.difference:.2g}; the largest is "
+            f"{record.check.largest:.3g}.",
             "",
         ]
     lines += [f"{note}\n" for note in record.notes]

@@ -25,6 +25,7 @@ from dither.models.lora import merged_model
 from dither.models.open import Opened, find_model, open_model
 from dither.models.sizes import Lora
 from dither.nn.convert import convert
+from dither.nn.frozen import frozen_weights
 from dither.spec import LayerPrecision, Plan
 from dither.train.config import TOKENIZER_FILES, Config, RunSettings, loads
 from dither.train.ranks import joined
@@ -99,11 +100,14 @@ class Source:
         """
         if plan is not None and cast is not None:
             raise UserError("--plan casts the operands of products and --cast the weights alone: use only one of them.")
+        model = self.model
+        if (cast is not None or plan is not None) and frozen_weights(model):
+            model = merged_model(model)
         if cast is not None:
-            deploy(self.model, Plan(default=LayerPrecision(weight=parse_cast(cast)))).write(self.model)
+            deploy(model, Plan(default=LayerPrecision(weight=parse_cast(cast)))).write(model)
         if plan is not None:
-            convert(self.model, parse_plan(plan), emulate=True)
-        return self.model.eval()
+            convert(model, parse_plan(plan), emulate=True)
+        return model.eval()
 
 
 @contextmanager
@@ -123,7 +127,7 @@ def opened(
         tokenizer: A tokenizer.json or a folder that has one; by default that of the run or folder.
         data: Text to evaluate on; by default the held-out text of a run.
         text: Open text at all.
-        few_bits: Also dequantize folders whose weights are in few bits.
+        few_bits: Also open folders whose weights are in few bits, with the codes of their files.
         device: auto, cpu, cuda, or cuda:N.
     """
     RunSettings(device=device)  # checks it

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,19 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path} holds {short(value)}, and not a JSON object.")
     return value
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor, as an index has them."""
+    where = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(where, dict) or not where:
+        raise UserError(f"{folder / INDEX} has no 'weight_map', an object of tensors and their files.")
+    for file in where.values():
+        if not isinstance(file, str) or not re.fullmatch(r"[\w-][\w.-]{0,200}\.safetensors", file):
+            raise UserError(
+                f"{folder / INDEX} names a file {str(file)[:200]!r}, and files of weights are NAME.safetensors beside it."
+            )
+    return where
 
 
 def short(value: object) -> str:

@@ -22,7 +22,17 @@ from torch.distributed.tensor import DTensor
 from dither.errors import UserError
 from dither.files import new_folder
 from dither.models.causal import CausalLM
-from dither.models.folder_files import CONFIG, INDEX, WEIGHTS, WeightsWriter, check_new, read_json, short, write_json
+from dither.models.folder_files import (
+    CONFIG,
+    INDEX,
+    WEIGHTS,
+    WeightsWriter,
+    check_new,
+    read_json,
+    short,
+    weight_map,
+    write_json,
+)
 from dither.models.presets import check_place, empty, skeleton
 from dither.models.sizes import GPT2Config, GPTNeoConfig, LlamaConfig, ModelConfig
 from dither.models.transformers_models import HuggingFace, stored_names
@@ -279,7 +289,7 @@ def _opened(folder: Path) -> Iterator[dict[str, Any]]:
                     "save the model with safetensors."
                 )
             raise UserError(f"{folder} has neither {WEIGHTS} nor {INDEX}.")
-        where = _weight_map(folder)
+        where = weight_map(folder)
         names = sorted(set(where.values()))
     files: dict[str, Any] = {}
     with ExitStack() as stack:
@@ -302,18 +312,6 @@ def _check_index(folder: Path, where: Mapping[str, str], files: Mapping[str, Any
         raise UserError(f"{folder / INDEX} says that {name} has the tensor {tensor[:200]!r}, but it does not.")
     for tensor, name in sorted(there - set(where.items())):
         raise UserError(f"{folder / name} has the tensor {tensor[:200]!r}, which {INDEX} does not list.")
-
-
-def _weight_map(folder: Path) -> dict[str, str]:
-    where = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(where, dict) or not where:
-        raise UserError(f"{folder / INDEX} has no 'weight_map', an object of tensors and their files.")
-    for file in where.values():
-        if not isinstance(file, str) or not re.fullmatch(r"[\w-][\w.-]{0,200}\.safetensors", file):
-            raise UserError(
-                f"{folder / INDEX} names a file {str(file)[:200]!r}, and files of weights are NAME.safetensors beside it."
-            )
-    return where
 
 
 def _read_config(folder: Path) -> tuple[_Family, ModelConfig]:

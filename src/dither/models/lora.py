@@ -13,7 +13,8 @@ from dither.errors import UserError
 from dither.models.causal import CausalLM
 from dither.models.sizes import Lora
 from dither.models.transformers_models import HuggingFace, unconverted
-from dither.nn.frozen import FrozenLinear, freeze_base
+from dither.nn.experts import NAME as EXPERTS
+from dither.nn.frozen import FrozenLinear, freeze_base, frozen_weights
 from dither.nn.layers import Conv1D
 from dither.nn.linear import Linear
 from dither.ops.storage import storage_dtype
@@ -82,7 +83,7 @@ def _targets(settings: Lora, model: CausalLM) -> list[str]:
     kinds: tuple[type[nn.Module], ...] = (nn.Linear, Conv1D)
     paths = [name for name, module in model.blocks.named_modules() if isinstance(module, kinds)]
     # Adapters that are there already have layers of their own.
-    paths = [re.sub(r"\.base_layer$", "", name) for name in paths if ".lora_" not in name]
+    paths = [re.sub(r"\.base_layer$", "", name) for name in paths if ".lora_" not in name and f".{EXPERTS}." not in name]
     there = list(dict.fromkeys(path.rpartition(".")[2] for path in paths))
     for name in settings.targets:
         if name not in there:
@@ -105,15 +106,17 @@ def adapt(model: CausalLM, settings: Lora, seed: int) -> Adapted:
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        peft.inject_adapter_in_model(config, model)
+        # PEFT asks models with experts for attributes of transformers, which the wrapper does not have.
+        peft.inject_adapter_in_model(config, model.hf if isinstance(model, HuggingFace) else model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
-    frozen = freeze_base(model)
+    freeze_base(model)
+    frozen = [module for module in model.modules() if isinstance(module, FrozenLinear)]
     _keep_adapters_only(model)
     rest = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     return Adapted(
-        frozen=sum(layer.in_features * layer.out_features for layer in frozen.values()),
-        codes=sum(layer.weight_bytes for layer in frozen.values()),
+        frozen=sum(layer.in_features * layer.out_features for layer in frozen),
+        codes=sum(layer.weight_bytes for layer in frozen),
         others=sum(parameter.numel() for parameter in rest),
         trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
     )
@@ -161,21 +164,21 @@ def merged_model(model: CausalLM, *, adapters: bool = True) -> CausalLM:
 
 def _weights(model: CausalLM, adapters: bool) -> dict[str, Tensor]:
     """Return the weights, merged if `adapters` is True, by the names that they have without adapters."""
-    found = {_plain_name(name): parameter.float() for name, parameter in model.named_parameters() if ".lora_" not in name}
-    for name, module in model.named_modules():
-        if isinstance(module, FrozenLinear):
-            found[f"{_plain_name(name)}.weight"] = module.dequantize(torch.float32)
+    found = {plain_name(name): parameter.float() for name, parameter in model.named_parameters() if ".lora_" not in name}
+    for name, frozen in frozen_weights(model).items():
+        found[plain_name(name)] = frozen.dequantize(torch.float32)
     for name, module in model.named_modules() if adapters else ():
         base = getattr(module, "base_layer", None)
         if isinstance(base, nn.Module) and hasattr(module, "get_delta_weight"):
             delta = module.get_delta_weight(ADAPTER).float()
-            key = f"{_plain_name(name)}.weight"
+            key = f"{plain_name(name)}.weight"
             turned = isinstance(base, Linear) and base.transposed and not module.fan_in_fan_out
             found[key] = found[key] + (delta.T if turned else delta)
     return found
 
 
-def _plain_name(name: str) -> str:
+def plain_name(name: str) -> str:
+    """Return the name that a layer or a parameter has without adapters."""
     return name.replace(".base_layer", "")
 
 

@@ -170,7 +170,7 @@ class Opened:
     plan: Plan | None = None
     """The plan of a checkpoint, or None."""
     adapted: bool = False
-    """True if the model has adapters on a base that exists as codes only."""
+    """True if weights exist as codes only, of a folder in few bits or of the base of adapters."""
     forward: Callable[[], AbstractContextManager[None]] = field(default=nullcontext, repr=False)
     """The context of a forward pass: autocast, if the model was trained with it."""
 
@@ -196,7 +196,7 @@ def open_model(
         device: Device of the model.
         dtype: Dtype of the parameters; None keeps that of the weights. Not with `as_trained`.
         as_trained: Convert the model of a checkpoint to its plan, and restore bitwidths and histories as well as weights.
-        few_bits: Dequantize a folder whose weights are in few bits; else it is refused.
+        few_bits: Open a folder whose weights are in few bits, with the codes of its files; else it is refused.
         adapters: Merge adapters with their base into float32 weights, keep them apart, or refuse a checkpoint of adapters.
     """
     found = path if isinstance(path, Found) else find_model(path)
@@ -212,7 +212,7 @@ def open_model(
             raise UserError(
                 f"The weights in {str(found.path)!r} are in few bits already: name the run or the model they were made from."
             )
-        return Opened(found, hf(str(found.path), device=device, dtype=dtype or torch.float32))
+        return Opened(found, hf(str(found.path), device=device, dtype=dtype, codes=True), adapted=True)
     try:
         return Opened(found, load_pretrained(found.path, device=device, dtype=dtype))
     except UserError:
@@ -301,7 +301,7 @@ def _as_trained(
 def _base(section: Mapping[str, Any], device: torch.device | str) -> CausalLM:
     """Return the base of adapters."""
     if section.get("hf") is not None:
-        return hf(str(section["hf"]), device=device)
+        return hf(str(section["hf"]), device=device, codes=True)
     return open_model(str(section["weights"]), device=device).model
 
 

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from dither.errors import UserError
 from dither.models.causal import CausalLM, PlainLM
+from dither.models.few_bits import Reader
 from dither.models.folder_files import CONFIG, read_json, write_json
 from dither.models.presets import check_place, check_seed, empty, skeleton
+from dither.nn.frozen import frozen_weights
 from dither.nn.norms import cast_parameters
 
 MOST_LAYERS = 10_000
@@ -89,7 +91,14 @@ class HuggingFace(CausalLM):
         write_json(place / CONFIG, read_json(place / CONFIG) | extra)
 
 
-def hf(source: Any, *, seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> HuggingFace:
+def hf(
+    source: Any,
+    *,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    codes: bool = False,
+) -> HuggingFace:
     """Return any causal language model of transformers with our interface. Code that comes with a model is not run.
 
         model = hf("Qwen/Qwen2.5-0.5B", device="cuda", dtype=torch.bfloat16)
@@ -100,6 +109,7 @@ def hf(source: Any, *, seed: int = 0, device: torch.device | str = "cpu", dtype:
         seed: Seed of the initial weights, if `source` is a config.
         device: Device of the model.
         dtype: Dtype of the parameters; None keeps that of the weights, or float32 for a config. Buffers keep theirs.
+        codes: Hold weights of a folder that are in few bits as the codes of the files, frozen; else they are dequantized.
     """
     check_seed(seed)
     check_place(device, dtype or torch.float32)
@@ -110,7 +120,7 @@ def hf(source: Any, *, seed: int = 0, device: torch.device | str = "cpu", dtype:
             f"The model {_named(source)} needs transformers, which is not installed: pip install transformers."
         ) from None
     if isinstance(source, str | os.PathLike) and Path(source).suffix != ".json":
-        return _pretrained(transformers, str(source), device, dtype)
+        return _pretrained(transformers, str(source), device, dtype, codes)
     config = read_json(Path(source)) if isinstance(source, str | os.PathLike) else source
     if isinstance(config, Mapping):
         fields = dict(config)
@@ -134,27 +144,28 @@ def _in_dtype(model: Any, dtype: torch.dtype) -> Any:
     return model
 
 
-def _pretrained(transformers: Any, source: str, device: torch.device | str, dtype: torch.dtype | None) -> HuggingFace:
+def _pretrained(
+    transformers: Any, source: str, device: torch.device | str, dtype: torch.dtype | None, codes: bool
+) -> HuggingFace:
     config = from_transformers(source, lambda: transformers.AutoConfig.from_pretrained(source, trust_remote_code=False))
     _check_sizes(source, config)
-    quantization: Any = getattr(config, "quantization_config", None)
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    if method == "fp8":
-        quantization["dequantize"] = True
-    elif method == "compressed-tensors":
-        for group in quantization.get("config_groups", {}).values():
-            group["input_activations"] = None
-    if quantization is not None:
-        dtype = dtype or torch.bfloat16
+    if getattr(config, "quantization_config", None) is not None:
+        model = _in_few_bits(transformers, source, config, device, dtype)
+        if not codes:
+            model = plain_copy(model, dtype or model.dtype)
+        return HuggingFace(model).train()
+    model = loaded(source, config=config, dtype=dtype or "auto")
+    return HuggingFace(model.to(device)).train()
+
+
+def loaded(source: str, **options: Any) -> Any:
+    """Return a model of transformers with the weights that it reads itself; raise unless they fit its config exactly."""
+    import transformers
+
     model, said = from_transformers(
         source,
         lambda: transformers.AutoModelForCausalLM.from_pretrained(
-            source,
-            config=config,
-            dtype=dtype or "auto",
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
+            source, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **options
         ),
     )
     for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
@@ -162,19 +173,29 @@ def _pretrained(transformers: Any, source: str, device: torch.device | str, dtyp
             raise UserError(
                 f"The weights of {source!r} do not fit its config: {what.replace('_', ' ')} {', '.join(names[:3])}."
             )
-    if method == "compressed-tensors":  # transformers 5.23 dequantizes all layers by the first of several formats
-        from_transformers(source, lambda: model.hf_quantizer.compressor.decompress_model(model=model))
-    return HuggingFace((model if quantization is None else _dequantized(model, dtype or model.dtype)).to(device)).train()
+    return model
+
+
+def _in_few_bits(transformers: Any, source: str, config: Any, device: torch.device | str, dtype: torch.dtype | None) -> Any:
+    """Return a model whose layers in few bits hold the codes of the files."""
+    if not os.path.isdir(source):
+        raise UserError(f"The weights of {source!r} are in few bits: download it, and name its folder.")
+    plain = copy.deepcopy(config)
+    del plain.quantization_config
+    wide = dtype or getattr(config, "dtype", None) or torch.bfloat16
+    with torch.device("meta"):
+        make = transformers.AutoModelForCausalLM.from_config
+        model = from_transformers(source, lambda: make(plain, dtype=wide, trust_remote_code=False))
+    Reader(Path(source), model, device, dtype).fill()
+    return model
 
 
 @torch.no_grad()
-def _dequantized(model: Any, dtype: torch.dtype) -> Any:
-    """Return a model whose weights were dequantized without the layers and hooks of the library that did so."""
-    plain, numbers = unconverted(model, dtype), model.state_dict()
+def plain_copy(model: Any, dtype: torch.dtype) -> Any:
+    """Return a copy of a model without the layers of other libraries, with the numbers of codes as weights."""
+    plain, numbers, frozen = unconverted(model, dtype), model.state_dict(), frozen_weights(model)
     for name, tensor in plain.state_dict().items():
-        if name not in numbers or numbers[name].shape != tensor.shape:
-            raise UserError(f"The weights in few bits were not dequantized: {name!r} is missing or has another shape.")
-        tensor.copy_(numbers[name])
+        tensor.copy_(frozen[name].dequantize(torch.float32) if name in frozen else numbers[name])
     return plain
 
 

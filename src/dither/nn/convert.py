@@ -352,7 +352,7 @@ def convert(
             "dither.convert takes the model itself, not what torch.compile returned: first dither.convert(model, plan), then "
             "dither.compile(model) or torch.compile(model)."
         )
-    if converted := converted_layers(model):
+    if converted := [name for name, layer in converted_layers(model).items() if not linear_of(layer).CODES_ONLY]:
         raise UserError(
             f"{type(model).__name__} is converted already: {next(iter(converted))!r} is a dither layer; "
             "change its precision with conversion.switch(plan)."
@@ -365,7 +365,9 @@ def convert(
     _check_parts(plan, chosen)
     verified = _verified(model, engines)
     adopted = {site.name: site.adopt(seed, emulate, verified, fallback) for site in sites if site.name in chosen}
-    if not adopted and (plan.default is not None or any(precision is not None for _, precision in plan.layers)):
+    wanted = [rule for rule in (plan.default, *(rule for _, rule in plan.layers)) if rule is not None]
+    frozen = any(linear_of(layer).CODES_ONLY for layer in converted_layers(model).values())
+    if not adopted and wanted and not (frozen and all(rule.plain for rule in wanted)):
         raise UserError(f"{type(model).__name__} has no layer to convert: {_why_nothing(sites, reasons)}.")
     memory = memory or MemoryOptions()
     if memory.swiglu == "fp8":

@@ -106,8 +106,8 @@ def projections(module: Any) -> list[Projection]:
     return matrices
 
 
-def install(module: Any, parameter: str, layer: ExpertsLinear) -> None:
-    """Make a module of experts compute the products with one of its matrices by `layer`."""
+def install(module: Any, parameter: str, layer: nn.Module) -> None:
+    """Make a module of experts compute the products with one of its matrices by `layer.experts`, one per expert."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
@@ -131,8 +131,9 @@ def experts_forward(self: Any, x_TH: Tensor, expert_Tk: Tensor, share_Tk: Tensor
     order_S = expert_S.argsort(stable=True)
     counts = torch.bincount(expert_S, minlength=self.num_experts).tolist()
     up = "gate_up_proj" if self.has_gate else "up_proj"
-    # One unbind gives the matrix of every expert, and its backward is one stack.
-    ups, downs = getattr(self, up).unbind(0), self.down_proj.unbind(0)
+    # One unbind gives the matrix of every expert, and its backward is one stack. Frozen experts have codes in place of it.
+    none = (None,) * len(counts)
+    ups, downs = (none if whole is None else whole.unbind(0) for whole in (getattr(self, up), self.down_proj))
     outputs = []
     for expert, x_SH in enumerate(torch.split(x_TH[order_S // k], counts)):
         if counts[expert]:
@@ -140,7 +141,7 @@ def experts_forward(self: Any, x_TH: Tensor, expert_Tk: Tensor, share_Tk: Tensor
             inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
             outputs.append(_product(self, "down_proj", expert, inner, downs[expert], tokens))
         else:
-            for layer in self.get_submodule(NAME).values():
+            for layer in filter(lambda layer: isinstance(layer, ExpertsLinear), self.get_submodule(NAME).values()):
                 layer.experts[expert].draws.pass_over(tokens, training=self.training)
     y_SH = torch.cat(outputs)
     if getattr(self, "has_post_expert_norm", False):
@@ -151,10 +152,11 @@ def experts_forward(self: Any, x_TH: Tensor, expert_Tk: Tensor, share_Tk: Tensor
     return y_SH.view(tokens, k, -1).sum(dim=1).to(x_TH.dtype)
 
 
-def _product(self: Any, parameter: str, expert: int, x: Tensor, weight: Tensor, tokens: int) -> Tensor:
+def _product(self: Any, parameter: str, expert: int, x: Tensor, weight: Tensor | None, tokens: int) -> Tensor:
     layers = self.get_submodule(NAME)
     if parameter in layers:
         y: Tensor = layers[parameter].experts[expert](x, weight, tokens)
     else:
+        assert weight is not None
         y = F.linear(x, weight.T if self.is_transposed else weight)
     return y + getattr(self, f"{parameter}_bias")[expert] if self.has_bias else y

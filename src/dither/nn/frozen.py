@@ -3,25 +3,45 @@
 A frozen weight is cast once, along the axis that the forward product sums over. Its codes and scales are all that is kept: one
 byte per weight in FP8, half a byte in FP4, and the scales. The forward product is that of `dither.nn.Linear`, bit for bit. The
 backward pass dequantizes the codes of one layer at a time and casts them along the other axis, as the plan says.
+
+Codes may also come from a file (`dither.models.few_bits`). Then both products multiply the numbers of the codes as they are.
 """
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from dither.errors import UserError
 from dither.nn import functional
+from dither.nn.experts import NAME as EXPERTS
 from dither.nn.experts import ExpertsLinear
 from dither.nn.functional import Codes, State, StoredWeight
 from dither.nn.fused import KeptInputs
 from dither.nn.layers import replace_module
 from dither.nn.linear import Choice, Linear, rows_of
 from dither.nn.sites import converted_layers
+from dither.ops import Quantized
 from dither.spec import OPERANDS, Cast, LayerPrecision
+from dither.spec.layer import Override
 
 BUFFERS = ("weight_codes", "weight_scale", "weight_tensor_scale")
+
+
+class StoredName(NamedTuple):
+    """The tensors of a weight in a file, [names, shapes, dtypes], and what codes do not keep."""
+
+    codes: str
+    codes_shape: tuple[int, ...]
+    codes_dtype: torch.dtype
+    scale: str
+    scale_shape: tuple[int, ...]
+    scale_dtype: torch.dtype
+    tensor_scale: str = ""
+    """The name of a scale that divides, or "" if there is none."""
+    divisor: float = 1.0
+    """That scale, a float32 number."""
 
 
 class _Numbers(Tensor):
@@ -50,6 +70,9 @@ class FrozenLinear(Linear):
     """
 
     KEPT_DTYPES = (*BUFFERS, *Linear.KEPT_DTYPES)
+    CODES_ONLY: ClassVar[bool] = True
+    file: StoredName | None = None
+    """The tensors that the codes come from, or None if a cast made them."""
     weight_codes: Tensor
     weight_scale: Tensor | None
     weight_tensor_scale: Tensor | None
@@ -79,11 +102,29 @@ class FrozenLinear(Linear):
                 layer.weight.detach(), str(cast), axis, None, cast.format, 0, drawn, 0, 0, "auto", None
             )
         new = cls.shell(layer, without=("weight",))
-        new.stored = StoredWeight(str(cast), tuple(layer.weight.shape), axis, layer.weight.dtype)  # type: ignore[arg-type]
-        for name, tensor in zip(BUFFERS, codes, strict=True):
-            new.register_buffer(name, tensor if tensor is not None and tensor.numel() else None, persistent=False)
+        stored = StoredWeight(str(cast), tuple(layer.weight.shape), axis, layer.weight.dtype)  # type: ignore[arg-type]
+        new._hold(stored, codes)
         new.start(layer.choice)
         return new
+
+    @classmethod
+    def of(cls, module: nn.Module, codes: Quantized, name: str, file: StoredName | None = None) -> "FrozenLinear":
+        """Return a layer with these codes in place of an `nn.Linear`, whose own weight may be on the meta device.
+
+        Forward and the input gradient multiply the numbers of the codes, uncast inputs and uncast gradients.
+        """
+        layer = Linear.adopt(module, LayerPrecision(), name=name)
+        new = cls.shell(layer, without=("weight",))
+        new._hold(StoredWeight(str(codes.cast), codes.shape, codes.axis, codes.dtype), codes_of(codes))  # type: ignore[arg-type]
+        new.file = file
+        exact = LayerPrecision(weight=codes.cast, overrides=(Override("input_grad", "weight", None),))
+        new.start(Choice(exact, exact))
+        return new
+
+    def _hold(self, stored: StoredWeight, codes: Sequence[Tensor | None]) -> None:
+        self.stored = stored
+        for name, tensor in zip(BUFFERS, codes, strict=True):
+            self.register_buffer(name, tensor if tensor is not None and tensor.numel() else None, persistent=False)
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -96,7 +137,17 @@ class FrozenLinear(Linear):
         return sum(buffer.nbytes for name in BUFFERS if (buffer := self._buffers[name]) is not None)
 
     def _codes(self) -> Codes:
-        return Codes(self.weight_codes, self.weight_scale, self.weight_tensor_scale)
+        scale = self.weight_scale
+        if scale is not None and scale.dtype in (torch.bfloat16, torch.float16):  # of a file; products read float32
+            scale = scale.float()
+        return Codes(self.weight_codes, scale, self.weight_tensor_scale)
+
+    @property
+    def quantized(self) -> Quantized:
+        """The codes, as `dither.quantize` returns them."""
+        values, scale, tensor_scale = self._codes()
+        stored = self.stored
+        return Quantized(values, scale, Cast.parse(stored.cast), stored.shape, stored.axis, stored.dtype, tensor_scale)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the numbers of the codes as an ordinary tensor."""
@@ -142,6 +193,58 @@ class FrozenLinear(Linear):
     def reset_parameters(self) -> None:
         """Raise: a frozen weight is not initialized."""
         raise UserError(f"The layer {self.name!r} has a frozen weight, which cannot be initialized again.")
+
+
+def codes_of(codes: Quantized) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the tensors of codes in the order of `BUFFERS`."""
+    return codes.values, codes.scale, codes.tensor_scale
+
+
+class FrozenExpert(nn.Module):
+    """One expert's matrix as codes. A file may have it in parts, such as gate and up, whose outputs follow each other."""
+
+    def __init__(self, parts: Iterable[FrozenLinear]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, input: Tensor, weight: None, tokens: int) -> Tensor:
+        """Map the tokens of this expert; see `ExpertLinear.forward`."""
+        outputs = [part(input) for part in self.parts]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the numbers of the codes, [out, in]."""
+        return torch.cat([part.dequantize(dtype) for part in self.parts])  # type: ignore[operator]
+
+
+class FrozenExperts(nn.Module):
+    """The same matrix of every expert as codes, in place of a parameter [experts, out, in] or [experts, in, out]."""
+
+    def __init__(self, experts: Iterable[FrozenExpert], transposed: bool) -> None:
+        super().__init__()
+        self.experts, self.transposed = nn.ModuleList(experts), transposed
+
+    @property
+    def parts(self) -> list[FrozenLinear]:
+        """The parts of all experts, in their order."""
+        return [module for module in self.experts.modules() if isinstance(module, FrozenLinear)]
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the numbers of the codes in the shape of the parameter."""
+        whole = torch.stack([expert.dequantize(dtype) for expert in self.experts])  # type: ignore[operator]
+        return whole.mT.contiguous() if self.transposed else whole
+
+
+def frozen_weights(model: nn.Module) -> Mapping[str, FrozenLinear | FrozenExperts]:
+    """Return the weights of a model that exist as codes only, by the names that they would have as parameters."""
+    experts = {name: module for name, module in model.named_modules() if isinstance(module, FrozenExperts)}
+    found: dict[str, FrozenLinear | FrozenExperts] = {
+        name.replace(f".{EXPERTS}.", "."): module for name, module in experts.items()
+    }
+    for name, module in model.named_modules():
+        if isinstance(module, FrozenLinear) and not any(name.startswith(f"{home}.") for home in experts):
+            found[f"{name}.weight"] = module
+    return found
 
 
 def freeze_base(model: nn.Module) -> dict[str, FrozenLinear]:

@@ -69,6 +69,8 @@ class Casting(NamedTuple):
     """The cast of the forward product, whose numbers this one casts again in backward; "" for the operand itself."""
     first_axis: int = 1
     """The axis of that cast."""
+    first_transform: str = ""
+    """The transform before that cast, or ""."""
     held: bool = False
     """True if BF16 units multiply its codes times the scales of their groups: see `engines.held_by_bf16`."""
     two_level: bool = False
@@ -194,6 +196,10 @@ class Settings(NamedTuple):
     hold: str = "both"
     swiglu: str = "exact"
     """Those of `dither.spec.MemoryOptions`."""
+    mask_clipped: bool = False
+    """That of the precision."""
+    space: str = ""
+    """The transform of the forward product, if backward casts its codes: gradients of input and weight come transformed."""
 
     @property
     def turned(self) -> bool:
@@ -252,14 +258,23 @@ def make_settings(
     )
     if precision.requantize:
         x, w = (
-            operand._replace(across=operand.across._replace(first=operand.along.cast, whole=False, square=False, fusible=False))
+            operand._replace(
+                across=operand.across._replace(
+                    first=operand.along.cast,
+                    first_transform=operand.along.transform,
+                    whole=False,
+                    square=False,
+                    fusible=False,
+                )
+            )
             if operand.across.cast
             else operand
             for operand in (x, w)
         )
     if transposed:
         w = Castings(w.across._replace(first_axis=0), w.along)
-    return Settings(x, w, dy, transposed, emulate, ",".join(verified), memory.save, memory.hold, memory.swiglu)
+    options = (memory.save, memory.hold, memory.swiglu, precision.mask_clipped, x.across.first_transform)
+    return Settings(x, w, dy, transposed, emulate, ",".join(verified), *options)
 
 
 def _casting(casts: tuple[Cast, ...], container: str, level: int = -1) -> Casting:
@@ -394,7 +409,8 @@ def linear(
     with torch.no_grad():
         x_codes, x_later = _input_codes(x_MK, settings, state, learns)
         w_NK, w_KN, w_later = _weight_codes(weight, settings, state, passes, autocast_dtype(x))
-    return _multiply(x, x_MK, weight, bias, x_codes, w_NK, w_KN, settings, state, Later(x_later, w_later))
+        masks = _masks(x_MK, weight, settings, passes, learns) if settings.mask_clipped else (None, None)
+    return _multiply(x, x_MK, weight, bias, x_codes, w_NK, w_KN, settings, state, Later(x_later, w_later), masks)
 
 
 def frozen_linear(
@@ -421,6 +437,7 @@ def _multiply(
     settings: Settings,
     state: State,
     later: Later,
+    masks: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
     """Return the forward product of codes, [..., N] as x is [..., K]. Backward multiplies x_codes.across and w_KN."""
     kept = state.kept[1:] if later.input == "swiglu" and state.kept is not None else (None, None)
@@ -440,6 +457,7 @@ def _multiply(
         state.grad_amax.largest,
         state.levels,
         signs_of(settings, state),
+        *masks,
         *kept,
     )
     tokens = x.shape[:-1].numel()
@@ -466,14 +484,14 @@ class _Products(torch.autograd.Function):
         *tensors: Any,
     ) -> Tensor:
         x_MK, x_KM, w_NK, w_KN = Codes(*tensors[:3]), Codes(*tensors[3:6]), Codes(*tensors[6:9]), Codes(*tensors[9:12])
-        place, grad_amax, grad_largest, levels, signs, *kept = tensors[12:]
+        place, grad_amax, grad_largest, levels, signs, x_mask, w_mask, *kept = tensors[12:]
         if later.weight == "transpose":
             w_KN = Codes(w_NK.values, w_NK.scale)
         elif later.weight == "decode":
             assert later.stored is not None
             w_NK, w_KN = _frozen_codes(w_NK, settings.forward_weight, later.stored), w_NK
-        ctx.save_for_backward(*x_KM, *w_KN, place, grad_amax, levels, signs, *kept)
-        ctx.grad_largest, ctx.settings, ctx.later, ctx.name = grad_largest, settings, later, name
+        ctx.save_for_backward(*x_KM, *w_KN, place, grad_amax, levels, signs, x_mask, w_mask, *kept)
+        ctx.grad_largest, ctx.settings, ctx.later, ctx.name, ctx.features = grad_largest, settings, later, name, x.shape[1]
         ctx.dtypes = (x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
         operands = (x_MK, settings.input.along, w_NK, settings.forward_weight)
         length = padded(x.shape[1], settings.input.along)
@@ -490,7 +508,7 @@ class _Products(torch.autograd.Function):
             )
         tensors = ctx.saved_tensors
         x, w = Codes(*tensors[:3]), Codes(*tensors[3:6])
-        place, grad_amax, levels, signs, *kept = tensors[6:]
+        place, grad_amax, levels, signs, x_mask, w_mask, *kept = tensors[6:]
         x_dtype, w_dtype, bias_dtype = ctx.dtypes
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
         dx = dw = dbias = None
@@ -508,6 +526,7 @@ class _Products(torch.autograd.Function):
             operands = (along, settings.grad.along, w, casting)
             length = padded(dy.shape[1], settings.grad.along)
             dx = product("input_grad", *operands, length, None, x_dtype, settings, ctx.name, dy)
+            dx = _untransformed(dx, x_mask, settings.space, 1, ctx.features)
         if across is not None:  # dw_NK = dy_NM (x_KM)^T, or its transpose
             if later.input == "swiglu":
                 x = _input_again(x, kept, settings.input, dy.shape[0], levels, across.values, x_dtype, signs)
@@ -518,9 +537,36 @@ class _Products(torch.autograd.Function):
                 left, right = right, left
             length = padded(dy.shape[0], settings.grad.across)
             dw = product("weight_grad", *left, *right, length, None, w_dtype, settings, ctx.name, dy)
+            dw = _untransformed(dw, w_mask, settings.space, 0 if settings.transposed else 1, ctx.features)
         if need_bias:
             dbias = dy.sum(0, dtype=bias_dtype)
-        return dx, dw, dbias, *[None] * 22
+        return dx, dw, dbias, *[None] * 24
+
+
+def _masks(x_MK: Tensor, weight: Tensor, settings: Settings, passes: bool, learns: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Return where the forward casts of input and weight clip nothing, for the gradients that are needed; bool."""
+
+    def mask(x: Tensor, casting: Casting, axis: int) -> Tensor:
+        x = x.detach()
+        x = transformed(x, casting, axis, None) if casting.transform else x
+        inside: Tensor = torch.ops.dither.unclipped(x, casting.cast, axis)
+        return inside
+
+    axis = 0 if settings.transposed else 1
+    return (
+        mask(x_MK, settings.input.along, 1) if passes else None,
+        mask(weight, settings.forward_weight, axis) if learns else None,
+    )
+
+
+def _untransformed(grad: Tensor, mask: Tensor | None, space: str, axis: int, features: int) -> Tensor:
+    """Return a gradient as that of the operand: without what the forward cast clipped, and transformed back along `axis`."""
+    grad = grad if mask is None else grad * mask
+    if not space:
+        return grad
+    back: Tensor = torch.ops.dither.transform(grad, space, axis, None, None)  # plain Hadamard transforms are their own inverse
+    back = back.narrow(axis, 0, features)
+    return back if back.dtype == grad.dtype else back.to(grad.dtype)
 
 
 def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
@@ -1019,6 +1065,8 @@ def cast_layouts(
 
 def read_in_forward(x: Tensor, casting: Casting) -> Tensor:
     """Return the numbers that the forward product reads of x, float32: those that `casting` casts again in backward."""
+    if casting.first_transform:
+        x = torch.ops.dither.transform(x, casting.first_transform, casting.first_axis, None, None)
     given = scales.largest_magnitude(x, casting.shared) if casting.shared else None
     numbers: Tensor = torch.ops.dither.fake_quantize(x.float(), casting.first, casting.first_axis, given, 0, None, 0, 0, "auto")
     return numbers

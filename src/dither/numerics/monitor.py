@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,9 +21,12 @@ from dither.nn.step import untouched
 from dither.numerics.counts import (
     COUNTS,
     EXPONENTS,
+    LEAVE_FP4,
     UpdateCounts,
     cast_counts,
     exponent_counts,
+    gradient_sums,
+    margin_of,
     required_factor,
     summary,
     update_counts,
@@ -77,6 +80,8 @@ class Operand:
     """Largest finite magnitude."""
     scale: tuple[float, float, float] | None
     """Minimum, median and maximum of the scale over groups; None for an unscaled cast."""
+    unfit: float = 0.0
+    """Fraction of all numbers in 1 x 128 tiles of MXFP4 that FP8 does not hold, so that `fp8-mxfp4` takes them in BF16."""
 
     @property
     def worst(self) -> float:
@@ -148,6 +153,8 @@ class NumericsReport:
     step: int
     layers: tuple[LayerNumerics, ...]
     loss_scale: LossScale | None
+    margin: float | None = None
+    """Norm of the gradient divided by that of its quantization noise; None if it was not measured, or without noise."""
 
     @property
     def stagnant(self) -> float | None:
@@ -165,11 +172,14 @@ class NumericsReport:
             self._worst("flushed", FLUSHED, "rounds to zero in", mean_kept="stochastic"),
             self._lost(),
             self._stands_still(),
+            self._noisy(),
         )
         return tuple(filter(None, found))
 
     def broken(self, limit: float) -> dict[str, str]:
         """Return a reason by name for each layer with NaN or Inf, or whose casts clip or flush more than `limit` of an operand.
+
+        If the gradient is below sqrt(3) times its noise, all layers with casts to less than 8 bits are broken.
 
         >>> grad = Operand("e2m1 tile(128) fp32 nearest", 0.0, 0.75, 0.1, 0.0, 0.0, 1e-3, None)
         >>> NumericsReport(100, (LayerNumerics("up", None, None, grad, None),), None).broken(0.5)
@@ -185,7 +195,17 @@ class NumericsReport:
                 if each.nonfinite or share > limit:
                     what, share = ("is NaN or Inf", each.nonfinite) if each.nonfinite else (what, share)
                     reasons.setdefault(layer.name, f"{percent(share)} of its {WORDS[operand]} {what}")
+            if self._noisy() and any(Cast.parse(each.cast).element.bits < 8 for _, each in layer.operands):
+                reasons.setdefault(layer.name, f"the gradient is only {self.margin:.2g} times its quantization noise")
         return reasons
+
+    def _noisy(self) -> str:
+        if self.margin is None or self.margin >= LEAVE_FP4:
+            return ""
+        return (
+            f"The norm of the gradient is {self.margin:.2g} times that of its quantization noise: below the square root of 3, "
+            "about 1.7, leave FP4, as by monitor.fallback or a schedule."
+        )
 
     def _worst(self, share: str, bound: float, what: str, mean_kept: str | None = None) -> str:
         found = [
@@ -290,6 +310,11 @@ def layers_of(model: nn.Module) -> dict[str, Linear]:
     }
 
 
+def parameter_of(layer: Linear) -> Tensor:
+    """Return the parameter of a layer's weight; that of an expert holds all experts."""
+    return getattr(layer._home[0], layer._parameter) if isinstance(layer, ExpertLinear) else layer.weight
+
+
 @dataclass
 class Observer:
     """Collects numbers of layers' operands in the passes inside `attached`. Numbers stay on the device until `lines`."""
@@ -300,7 +325,7 @@ class Observer:
     exponents: bool = False
     """Count the exponents of output gradients, for the loss scale."""
     summaries: dict[tuple[str, str], list[Tensor]] = field(default_factory=dict)
-    """Numbers of each operand, float64[10] per call; see `dither.numerics.counts.summary`."""
+    """Numbers of each operand, float64[11] per call; see `dither.numerics.counts.summary`."""
     casts: dict[tuple[str, str], tuple[str, bool]] = field(default_factory=dict)
     """(cast, True if the tensor was in that format already) of each operand."""
     gradients: list[Tensor] = field(default_factory=list)
@@ -362,7 +387,7 @@ class Observer:
 
 
 def merged(lines: Tensor) -> Tensor:
-    """Merge float64[n, ..., 10] into float64[..., 10]: add counts, keep extremes of magnitudes and scales.
+    """Merge float64[n, ..., 11] into float64[..., 11]: add counts, keep extremes of magnitudes and scales.
 
     The median scale becomes the median of the medians.
     """
@@ -469,7 +494,7 @@ def _measured(optimizer: torch.optim.Optimizer, layers: Mapping[str, Linear]) ->
     experts: dict[int, LastUpdate] = {}  # one parameter holds all experts: compute its update once
     measured: dict[str, MeasuredUpdate] = {}
     for name, layer in layers.items():
-        parameter = getattr(layer._home[0], layer._parameter) if isinstance(layer, ExpertLinear) else layer.weight
+        parameter = parameter_of(layer)
         if id(parameter) not in groups or "exp_avg" not in optimizer.state.get(parameter, {}):
             continue
         last = experts.get(id(parameter)) or last_update(optimizer, parameter, groups[id(parameter)])
@@ -564,23 +589,41 @@ class Monitor:
         self._finish(step, observer)
 
     @contextmanager
-    def aside(self, step: int) -> Iterator[None]:
+    def aside(self, step: int, again: Callable[[], object] | None = None) -> Iterator[None]:
         """Sample an extra forward and backward pass inside the context, without side effects, and the optimizer's last step.
 
         Compiled blocks run uncompiled. A small batch is enough: a few thousand tokens give accurate fractions.
+
+        Args:
+            step: The step of the report.
+            again: Runs the same passes with other random bits, that is, in a step_context of another step. The report then has
+                the margin of the gradient over its quantization noise; the gradient of the first passes is kept meanwhile.
         """
         self.report = None
         observer = self._observer()
-        with untouched(self.model), observer.attached(self.model):
-            yield
-        self._finish(step, observer)
+        sums = None
+        with untouched(self.model):
+            with observer.attached(self.model):
+                yield
+            if again is not None:
+                first = self._gradients()
+                for parameter in self.model.parameters():
+                    parameter.grad = None
+                again()
+                sums = gradient_sums(first, self._gradients()) if first else None
+        self._finish(step, observer, sums)
+
+    def _gradients(self) -> list[Tensor]:
+        """Return the gradients of the layers' weights, once each."""
+        weights = {id(weight): weight for weight in map(parameter_of, layers_of(self.model).values())}
+        return [local(weight.grad) for weight in weights.values() if weight.grad is not None]
 
     def _observer(self) -> Observer:
         scaled = self.scaler is not None and self.scaler.is_enabled()
         return Observer(layers_of(self.model), "fp16" if scaled else None, scaled)
 
     @torch.no_grad()
-    def _finish(self, step: int, observer: Observer) -> None:
+    def _finish(self, step: int, observer: Observer, sums: Tensor | None = None) -> None:
         """Combine all numbers with a single synchronization and set `report`."""
         device = next(iter(observer.layers.values())).weight.device
         updates = {} if self.optimizer is None else _measured(self.optimizer, observer.layers)
@@ -592,17 +635,21 @@ class Monitor:
         if self.scaler is not None and self.scaler.is_enabled():
             scale = self.scaler.scale(scale)
         lines = torch.cat([observer.lines(device), torch.stack([torch.stack(each) for each in moved])], 1)
-        together = torch.cat([lines.flatten(), exponents, scale.double().reshape(1)])
+        sums = zero.expand(2) if sums is None else sums
+        together = torch.cat([lines.flatten(), exponents, scale.double().reshape(1), sums])
         ranks = [together]
         if self.group is not None:
             ranks = [torch.empty_like(together) for _ in range(torch.distributed.get_world_size(self.group))]
             torch.distributed.all_gather(ranks, together, group=self.group)
-        of_ranks, fields, scales = torch.split(torch.stack(ranks), [lines.numel(), EXPONENTS, 1], dim=1)
+        of_ranks, fields, scales, sums = torch.split(torch.stack(ranks), [lines.numel(), EXPONENTS, 1, 2], dim=1)
         operands, counted, typical = torch.split(of_ranks.view(len(ranks), *lines.shape), [len(OPERANDS) * LINE, 2, 1], dim=2)
         operands = merged(operands.reshape(len(ranks), -1, len(OPERANDS), LINE)).flatten(1)
         layers = torch.cat([operands, counted.sum(0), typical.nanmedian(0).values], 1)
-        *numbers, factor = torch.cat([layers.flatten(), fields.sum(0), scales[0]]).tolist()  # the only synchronization
-        self.report = _report(step, observer, updates, numbers[:-EXPONENTS], numbers[-EXPONENTS:], factor)
+        found = torch.cat([layers.flatten(), fields.sum(0), scales[0], sums.sum(0)])
+        *numbers, factor, shared, noise = found.tolist()  # the only synchronization
+        margin = margin_of(shared, noise)
+        report = _report(step, observer, updates, numbers[:-EXPONENTS], numbers[-EXPONENTS:], factor)
+        self.report = replace(report, margin=margin if math.isfinite(margin) else None)
         share = self.report.stagnant
         if share is not None and share >= STAGNANT and not self.warned:
             self.warned = True
@@ -645,7 +692,7 @@ def _report(
 
 
 def _operand(cast: str, came: bool, line: list[float]) -> Operand:
-    elements, zeros, nonfinite, clipped, flushed, subnormal, amax, *scale = line
+    elements, zeros, nonfinite, clipped, flushed, subnormal, unfit, amax, *scale = line
     known, every = max(elements - zeros - nonfinite, 1.0), max(elements, 1.0)
     return Operand(
         cast,
@@ -656,6 +703,7 @@ def _operand(cast: str, came: bool, line: list[float]) -> Operand:
         nonfinite / every,
         amax,
         None if any(map(math.isnan, scale)) else (scale[0], scale[1], scale[2]),
+        unfit / every,
     )
 
 

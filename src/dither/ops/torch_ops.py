@@ -17,6 +17,7 @@ from torch import Tensor
 from dither.errors import UserError
 from dither.ops import storage
 from dither.ops.backend import implementation
+from dither.ops.reference import quantize as reference
 from dither.ops.reference.loss import gradients_like
 from dither.ops.reference.matmul import Operand
 from dither.ops.reference.sampling import LN2, pow2, to_dtype
@@ -150,6 +151,12 @@ def _transform_op(x: Tensor, transform: str, axis: int, place: Tensor | None, af
     turn = Hadamard.parse(transform)
     code = implementation("transforms", x.device, "auto" if turn.matrix == "hadamard" else "reference")
     return code.transform(x, turn, axis, place)  # type: ignore[no-any-return]
+
+
+@operator(lambda x: x.new_empty(x.shape, dtype=torch.bool))
+def _unclipped_op(x: Tensor, cast: str, axis: int) -> Tensor:
+    """Return where a cast of the matrix x clips nothing; see `reference.quantize`. There is no kernel."""
+    return reference.unclipped(x, Cast.parse(cast), axis)
 
 
 @custom_operator(lambda x: x.new_empty((), dtype=torch.float32))

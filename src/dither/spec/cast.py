@@ -147,8 +147,8 @@ class Cast:
     granularity: str = "none"
     """The elements that share a scale: none, tensor, row, block(n) or tile(n)."""
     scale: str = "none"
-    """none, fp32, mse, pow2, pow2_ceil, pow2_round, pow2_rtz, nvfp4, four_over_six, bf16, q4_0, q8_0, static(scale) or
-    delayed(history)."""
+    """none, fp32, mse, quest, pow2, pow2_ceil, pow2_round, pow2_rtz, nvfp4, four_over_six, eden(n), bf16, q4_0, q8_0,
+    static(scale) or delayed(history)."""
     rounding: str = "nearest"
     """nearest, stochastic(bits), toward_zero, or a registered rule."""
     transform: str = "none"
@@ -201,6 +201,8 @@ class Cast:
                     f"scale='eden(n)' rounds scales of tiles of e2m1 stochastically, with n of 16, 32, 64 or 128: write "
                     f"'e2m1 tile(16) eden(128) stochastic(16)', not {str(self)!r}."
                 )
+        if scale.kind == "quest" and (element.name != "e2m1" or rounding.kind != "nearest"):
+            raise UserError(f"scale='quest' clips where nearest values of e2m1 have the least error: write 'e2m1', not {self}.")
         if scale.kind in LIBRARY_CASTS:
             formats, groups = LIBRARY_CASTS[scale.kind]
             if element.name not in formats or str(self.granularity) not in groups or rounding.kind != "nearest":
@@ -237,8 +239,8 @@ class Cast:
     def parse(cls, text: str) -> "Cast":
         """Parse a cast: `format [granularity [scale]] [rounding] [transform]`, or `name [rounding] [transform]`.
 
-        Names are `mxfp8`, `mxfp6`, `mxfp4`, `nvfp4`, `int4-g32`, `int4-g128`, `q4_0` and `q8_0`. The default scale of a granularity is `fp32`. A stochastic MX cast has
-        the scale `pow2_ceil`, because clipping would bias it.
+        Names are `mxfp8`, `mxfp6`, `mxfp4`, `nvfp4`, `int4-g32`, `int4-g128`, `q4_0` and `q8_0`. The default scale
+        of a granularity is `fp32`. A stochastic MX cast has the scale `pow2_ceil`, because clipping would bias it.
 
         >>> print(Cast.parse("mxfp4 stochastic(16)"))
         e2m1 tile(32) pow2_ceil stochastic(16)

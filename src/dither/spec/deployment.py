@@ -37,6 +37,14 @@ class Deployment:
             return f"{rows} x {columns} is not a multiple of {self.multiples[0]} x {self.multiples[1]}"
         return ""
 
+    def stores(self, cast: Cast) -> bool:
+        """Return True if files of this format hold the codes and scales of a cast as they are.
+
+        >>> [DEPLOYMENTS["int4-g32"].stores(Cast.parse(text)) for text in ("int4-g32", "q4_0", "int4 tile(32)")]
+        [True, False, False]
+        """
+        return cast.codes == self.cast.codes and cast.scaling.rule.exported == self.cast.scaling.rule.exported
+
 
 def _entry(name: str, weight: str, input: str | None, multiples: tuple[int, int], experts: str = "") -> Deployment:
     return Deployment(name, Cast.parse(weight), None if input is None else Cast.parse(input), multiples, experts)
@@ -46,8 +54,13 @@ DEPLOYMENTS: Mapping[str, Deployment] = MappingProxyType(
     {
         each.name: each
         for each in (
+            _entry("gguf-q4_0", "q4_0", None, (1, 32)),
+            _entry("gguf-mxfp4", "mxfp4", None, (1, 32)),
+            _entry("gguf-q8_0", "q8_0", None, (1, 32)),
+            _entry("int4-g128", "int4-g128", None, (1, 128)),
             _entry("mxfp4", "mxfp4", None, (1, 32)),
             _entry("nvfp4", "nvfp4", None, (1, 16), "transformers does not read the tensor scales of NVFP4 experts"),
+            _entry("int4-g32", "int4-g32", None, (1, 32)),
             _entry("mxfp8", "mxfp8", "mxfp8", (1, 32), EXPERT_FP8),
             _entry("int8", "int8 row", "int8 row", (16, 16), "transformers reads packed integers of experts only"),
             _entry("fp8-dynamic", "e4m3 row", "e4m3 row", (16, 16)),

@@ -111,6 +111,8 @@ class LayerPrecision:
     """Casts of single operands in single products, in the products' order. Those that change nothing are dropped."""
     requantize: bool = False
     """True: backward casts input and weight as the forward product read them, that is, from their codes there."""
+    mask_clipped: bool = False
+    """True: elements of input and weight that the forward product clips have gradients of zero, as in QuEST."""
 
     def __post_init__(self) -> None:
         for name in OPERANDS:
@@ -160,10 +162,31 @@ class LayerPrecision:
         if not isinstance(self.requantize, bool):
             raise UserError(f"requantize is true or false, not {self.requantize!r}.")
         for operand, cast in zip(PRODUCTS["forward"], self.casts("forward"), strict=True) if self.requantize else ():
-            if cast is None or cast.turn.size or cast.round.bits or cast.scaling.kind == "delayed":
+            signed = cast is not None and (cast.turn.signs != "plain" or cast.turn.matrix != "hadamard")
+            if cast is None or signed or cast.round.bits or cast.scaling.kind == "delayed":
                 raise UserError(
                     f"requantize=True casts the {operand} of the forward product again in backward, and its cast is "
-                    f"{str(cast or 'uncast')!r}: use one without transform, random bits and delayed scales."
+                    f"{str(cast or 'uncast')!r}: use one without random bits and delayed scales, and without transform or with "
+                    "hadamard(size,plain)."
+                )
+            if cast.turn.size and None in (*self.casts("input_grad"), *self.casts("weight_grad")):
+                raise UserError(
+                    f"requantize=True with {cast.transform} computes gradients of transformed operands: cast all operands of "
+                    "the input_grad and weight_grad products."
+                )
+        if not isinstance(self.mask_clipped, bool):
+            raise UserError(f"mask_clipped is true or false, not {self.mask_clipped!r}.")
+        if self.mask_clipped and not self.requantize:
+            raise UserError("mask_clipped=True masks gradients of what the forward product read: use it with requantize=True.")
+        if self.mask_clipped and self.sampling is not None:
+            raise UserError(
+                "mask_clipped=True masks gradients of the weight, and a sampled weight has none: leave one of them out."
+            )
+        forward = self.casts("forward")
+        for cast in forward if self.mask_clipped else ():
+            if cast is None or cast.scaling.storage != "e8m0":
+                raise UserError(
+                    f"mask_clipped=True is for scales that are powers of two, such as quest, not for {str(cast)!r}."
                 )
 
     @classmethod
@@ -174,6 +197,7 @@ class LayerPrecision:
         grad: "Cast | str | None" = None,
         overrides: "Mapping[str, Cast | str | None] | None" = None,
         requantize: bool = False,
+        mask_clipped: bool = False,
     ) -> "LayerPrecision":
         """Build a LayerPrecision from the texts of its casts.
 
@@ -184,6 +208,7 @@ class LayerPrecision:
             overrides: Casts by product and operand, such as "input_grad.weight", or by product for both of its operands.
                 None, "uncast", "plain" and "bf16" mean that the operand is not cast in that product.
             requantize: Backward casts input and weight as the forward product read them.
+            mask_clipped: Elements that the forward product clips have gradients of zero.
 
         >>> print(LayerPrecision.of(input="e4m3 tile(128)", weight="e4m3 block(128)"))
         input e4m3 tile(128) fp32 nearest, weight e4m3 block(128) fp32 nearest
@@ -192,7 +217,8 @@ class LayerPrecision:
         """
         casts = {"input": input, "weight": weight, "grad": grad}
         parsed: dict[str, Any] = {name: Cast.parse(cast) if isinstance(cast, str) else cast for name, cast in casts.items()}
-        return cls(**parsed, overrides=_overrides({} if overrides is None else overrides), requantize=requantize)
+        made = _overrides({} if overrides is None else overrides)
+        return cls(**parsed, overrides=made, requantize=requantize, mask_clipped=mask_clipped)
 
     def cast(self, product: str, operand: str) -> Cast | None:
         """Return the cast of an operand in a product.
@@ -248,19 +274,22 @@ class LayerPrecision:
         casts = {name: None if (cast := getattr(self, name)) is None else str(cast) for name in OPERANDS}
         casts |= {name: (sampling := getattr(self, name)) and sampling.to_dict() for name in SAMPLINGS}
         overrides = {item.place: None if item.cast is None else str(item.cast) for item in self.overrides}
-        return casts | ({"overrides": overrides} if overrides else {}) | ({"requantize": True} if self.requantize else {})
+        flags = {name: True for name in FLAGS if getattr(self, name)}
+        return casts | ({"overrides": overrides} if overrides else {}) | flags
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "LayerPrecision":
         """Return the precision of a dictionary, the inverse of `to_dict`. Keys may be missing; unknown keys are errors."""
-        data = checked_keys("layer's precision", data, (*OPERANDS, *SAMPLINGS, "overrides", "requantize"))
+        data = checked_keys("layer's precision", data, (*OPERANDS, *SAMPLINGS, "overrides", *FLAGS))
         fields: dict[str, Any] = {name: None if data.get(name) is None else Cast.parse(data[name]) for name in OPERANDS}
         fields |= {name: None if data.get(name) is None else Sampling.from_dict(data[name]) for name in SAMPLINGS}
-        return cls(**fields, overrides=_overrides(data.get("overrides", {})), requantize=data.get("requantize", False))
+        fields |= {name: data.get(name, False) for name in FLAGS}
+        return cls(**fields, overrides=_overrides(data.get("overrides", {})))
 
     def __str__(self) -> str:
         parts = [f"{name} {part}" for name in (*OPERANDS, *SAMPLINGS) if (part := getattr(self, name)) is not None]
         again = ["backward from the codes of forward"] if self.requantize else []
+        again += ["no gradients of what was clipped"] if self.mask_clipped else []
         return ", ".join([*parts, *map(str, self.overrides), *again]) or "uncast"
 
 
@@ -269,6 +298,9 @@ OPERANDS = ("input", "weight", "grad")
 
 SAMPLINGS = ("sampling", "input_sampling")
 """The fields of samplings: of the weight and of the input."""
+
+FLAGS = ("requantize", "mask_clipped")
+"""The fields that are true or false."""
 
 PLAIN = LayerPrecision()
 """The precision that casts and samples nothing."""

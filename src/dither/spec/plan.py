@@ -140,7 +140,7 @@ class Plan:
             if found := re.match(r"((?:[^.]*[^.\d][^.]*\.)*)(\d+)\.", name):
                 blocks.setdefault(found[1], set()).add(int(found[2]))
         base = self.default or LayerPrecision()
-        uncast = replace(base, input=None, weight=None, grad=None, overrides=(), requantize=False)
+        uncast = replace(base, input=None, weight=None, grad=None, overrides=(), requantize=False, mask_clipped=False)
         rules = []
         for prefix, numbers in blocks.items():
             count = round(self.spare_last * len(numbers))

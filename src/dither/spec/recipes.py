@@ -109,15 +109,18 @@ def _cast(
     overrides: Mapping[str, str] | None = None,
     *,
     requantize: bool = False,
+    mask_clipped: bool = False,
     spare_last: float = 0.0,
     paper: str = "",
 ) -> Recipe:
     # Uncast operations run in bf16, the baseline of low-precision training.
-    precision = LayerPrecision.of(input, weight, grad, overrides, requantize)
+    precision = LayerPrecision.of(input, weight, grad, overrides, requantize, mask_clipped)
     return Recipe(Plan(default=precision, compute="bf16", spare_last=spare_last), about, paper=paper)
 
 
 _EDEN = "e2m1 tile(16) eden(128) stochastic(16) hadamard(128,redrawn)"
+_QUEST = "e2m1 tile(32) quest nearest hadamard(32,plain)"
+_QUARTET = "mxfp4 stochastic(16) hadamard(32,redrawn)"
 _TETRAJET = "nvfp4 stochastic(16) hadamard(32,redrawn)"
 
 _RECIPES = {
@@ -214,6 +217,16 @@ _RECIPES = {
         },
         spare_last=1 / 6,
         paper="2512.02010",
+    ),
+    "quartet": _cast(
+        "Quartet: MXFP4 after a Hadamard transform; QuEST forward, both gradients stochastic from its codes.",
+        _QUEST,
+        _QUEST,
+        _QUARTET,
+        {"input_grad.weight": _QUARTET, "weight_grad.input": _QUARTET},
+        requantize=True,
+        mask_clipped=True,
+        paper="2505.14669",
     ),
     "quartet2": _cast(
         "Quartet II: four over six forward; both gradients by MS-EDEN from the codes of forward, after a Hadamard transform.",

@@ -417,6 +417,9 @@ class MonitorSettings:
     fallback: Share | None = None
     """Move a layer to the next safer casts, FP8 in blocks and then none, if its casts clip or flush more than this fraction of
     an operand, or if it has NaN or Inf; by default never."""
+    margin: bool = False
+    """Compare the norm of the gradient with its quantization noise, by one more pass with other random bits. Below the square
+    root of 3 a measurement says to leave FP4; with fallback, layers of less than 8 bits then move to FP8 in blocks."""
 
     def __post_init__(self) -> None:
         check("monitor", self)

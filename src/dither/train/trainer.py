@@ -250,11 +250,17 @@ class Trainer:
         pieces = _for_estimates(
             self, batch, max(self.config.monitor.tokens, self.config.data.sequence * self.layout.data_world)
         )
-        with self.monitor.aside(self.done), step_context(self.model, step=self.done - 1) as at:
-            for part in pieces:
-                at.row(part.first * self.config.data.sequence)
-                loss = self.model(part.inputs, part.targets) if self.scaled else self.passes.loss(self.model, part)
-                self.training.backward(loss / len(pieces))
+
+        def run(step: int) -> None:
+            with step_context(self.model, step=step) as at:
+                for part in pieces:
+                    at.row(part.first * self.config.data.sequence)
+                    loss = self.model(part.inputs, part.targets) if self.scaled else self.passes.loss(self.model, part)
+                    self.training.backward(loss / len(pieces))
+
+        again = functools.partial(run, self.done) if self.config.monitor.margin else None
+        with self.monitor.aside(self.done, again):
+            run(self.done - 1)
         return self.monitor.report
 
     @property
@@ -573,7 +579,7 @@ def _check_stored(config: Config, ranks: Ranks) -> None:
         f"{ranks.world} ranks": ranks.world > 1,
         "snip.target": config.snip.target is not None,
         "lora.rank": config.lora.rank is not None,
-        "optim.optimizer='adam-mini'": config.optim.optimizer == "adam-mini",
+        f"optim.optimizer={config.optim.optimizer!r}": config.optim.optimizer != "adamw",
         "monitor.fallback": config.monitor.fallback,
     }
     for name, present in others.items():
@@ -607,9 +613,10 @@ def _model(config: Config, corpus: Corpus, device: torch.device) -> CausalLM:
         return build(_sizes(config, corpus), seed=seed, device=device)
     if config.model.vocab is not None and config.model.hf is not None:
         raise UserError("model.vocab is for presets only: the config of a Hugging Face model sets its vocabulary.")
-    # The base of adapters is never needed in float32: its codes are made from the weights as they are in the files.
-    source = config.model.hf or config.model.mixtral(config.model.vocab or tokens)
-    model = hf(source, seed=seed, device=device, dtype=None if config.lora.rank else torch.float32)
+    # The base of adapters is never needed in float32: its codes are made from the weights as they are in the files, or are
+    # those of the files.
+    source, adapts = config.model.hf or config.model.mixtral(config.model.vocab or tokens), config.lora.rank is not None
+    model = hf(source, seed=seed, device=device, dtype=None if adapts else torch.float32, codes=adapts)
     if model.embedding.num_embeddings < tokens:
         raise UserError(
             f"The model has a vocabulary of {model.embedding.num_embeddings} tokens, and the tokenizer has {tokens}: increase "

@@ -13,6 +13,12 @@ without a special case for small ones. A second moment that overflowed gives NaN
 
 Adam-mini (Zhang et al., 2024) has one v per run of rows: g g above is then the mean over the run.
 
+Muon (Jordan et al., 2024) has no v, and orthogonalizes what it moves matrices along (`dither.optim.orthogonal`):
+
+    m = beta2 m + (1 - beta2) g            beta2 is the momentum
+    u = beta2 m + (1 - beta2) g            with Nesterov momentum, else u = m; rounded to nearest to the gradient's dtype
+    w = decay w - size * 2^48 O(u)
+
 Master weights may be split into a bfloat16 weight, which the model reads, and more bits, which only the optimizer reads.
 
 A float32 number is 16 upper and 16 lower bits. Its nearest bfloat16 number is the upper half, or the one above it if the lower
@@ -128,7 +134,7 @@ class Piece:
     """A matrix of a parameter with its states, all contiguous, which a step changes in place.
 
     `w`, `m` and `v` are [rows, columns], the moments in the states' format, of 4 bits two to a byte. Moments in few bits have
-    scales [rows, blocks per row]. Adam-mini's `v` is float32[runs].
+    scales [rows, blocks per row]. Adam-mini's `v` is float32[runs], and Muon's is `m`, unused.
     """
 
     w: Tensor
@@ -297,8 +303,8 @@ class Batch:
         _store(piece.v, piece.v_scale, v, update, False, None if random is None else random * ODD_FACTOR & 0xFFFF)
 
 
-PART = 1 << 15
-"""Elements of a piece per thread that are updated at a time: all of their numbers then stay in the cache of a CPU."""
+PART = 1 << 16
+"""Elements of a piece per thread that are updated at a time: few enough for a cache, and calls of torch cost little."""
 
 SMALL = 1 << 12
 """The most elements of a piece that is updated together with others."""
@@ -354,6 +360,31 @@ class MiniBatch(Batch):
             _move(piece, _direction(m, piece.v[run][:, None], c), c, step, self.update)
             random = _random(piece, step, piece.keys[1]) if self.update.draws_states else None
             _store(piece.m, None, m, self.update, True, random)
+
+
+class MuonBatch(Batch):
+    """Matrices that Muon updates alike: `momentum` comes before their orthogonalization, `step` after it."""
+
+    def momentum(self, grads: Sequence[Tensor], constants: Tensor, step: Tensor, skip: Tensor, *, nesterov: bool) -> None:
+        """Update the momentum, and replace each gradient in place by what is orthogonalized, unless `skip` is 1."""
+        if bool(skip):
+            return
+        for number, parts, height in self._large:
+            c = dict(zip(CONSTANTS, constants[self.pieces[number].constants].unbind(), strict=True))
+            for part, grad in zip(parts, torch.split(grads[number], height), strict=True):
+                g = (grad.float() * c["scale"]).mul_(c["rest2"])
+                m = load_state(part.m, part.m_scale, self.update, True, part.w.shape[-1]).mul_(c["beta2"]).add_(g)
+                along = g.add_(m * c["beta2"]) if nesterov else m
+                grad.copy_(along if grad.dtype == torch.float32 else _nearest(along, FORMATS[grad.dtype]))
+                random = _random(part, step, part.keys[1]) if self.update.draws_states else None
+                _store(part.m, part.m_scale, m, self.update, True, random)
+
+    def _is_small(self, piece: Piece) -> bool:
+        return False
+
+    def _update(self, piece: Piece, grad: Tensor, constants: Sequence[Tensor], step: Tensor) -> None:
+        """Move the weights of a piece along `grad`, its orthogonalized direction."""
+        _move(piece, grad.float() * 2.0**48, dict(zip(CONSTANTS, constants, strict=True)), step, self.update)
 
 
 def second_moment(v: Tensor, sums: Tensor, share: Tensor, constants: Tensor) -> Tensor:

@@ -109,6 +109,16 @@ def quantize_values(
     return results, tensor
 
 
+def unclipped(x: Tensor, cast: Cast, axis: int) -> Tensor:
+    """Return where scaled magnitudes of the matrix x are at most the largest value of the format: bool, in the shape of x."""
+    layout = grouping.values_layout(tuple(x.shape), cast, axis)
+    x_BRC = layout.matrices(x).float()
+    factors = factors_of(x_BRC, cast, layout, None)
+    assert factors is not None
+    inside = scales.product(x_BRC, scales.spread(factors.multiply, layout)).abs() <= cast.element.max
+    return layout.restore(inside.contiguous())
+
+
 def fake_quantize(x: Tensor, cast: Cast, axis: int, draw: Draw | None, given_amax: Tensor | None) -> Tensor:
     """Return `dequantize(quantize(x))` in x's dtype and shape, without storing codes."""
     layout = grouping.values_layout(tuple(x.shape), cast, axis)

@@ -25,6 +25,9 @@ EDEN_CLIP = 17 / 16 * 0.93
 LARGEST_BLOCK = {"nvfp4": E4M3.max, "four_over_six": 256.0, "eden": 256.0}
 """The scale that a block has if its largest magnitude is that of the tensor. 256 leaves room for 384, which brings it to 4."""
 
+QUEST_CLIP = 2.92247856 / 6
+"""Scale of E2M1, in root mean squares of Gaussian values, that leaves the least squared error: it clips at 2.92 of them."""
+
 LARGEST_FACTOR = 2.0**126
 """Largest factor: format.max / amax would overflow for the smallest amax. The factor and its inverse are normal numbers."""
 
@@ -116,6 +119,7 @@ def factors(
                          TetraJet calls truncation-free (arXiv 2502.20853)
         pow2_round       the same, rounded to the nearest power of two, ties up
         pow2_rtz         the same, rounded toward zero
+        quest            restore = QUEST_CLIP * root mean square of `values`, rounded down to a power of two
         nvfp4            tensor = tensor_amax / (448 format.max), restore = E4M3(`wider` * amax / format.max / tensor)
         four_over_six    those of nvfp4 with 256 in place of 448, for 6 and 4: see `least_error`
         eden             the same for 6 / EDEN_CLIP, before the correction by `eden_factors`
@@ -182,7 +186,11 @@ def factors(
         multiply = multiply.clamp(max=LARGEST_FACTOR) * 2.0**-scale.margin
         multiply = torch.where(nothing, 1.0, torch.where(lost, torch.nan, multiply))
     else:
-        exponent = pow2_exponent(amax, format, scale.kind)
+        if scale.kind == "quest":
+            assert values is not None
+            exponent = quest_exponent(torch.where(nothing | lost, 1.0, amax), values)
+        else:
+            exponent = pow2_exponent(amax, format, scale.kind)
         exponent = torch.where(nothing, 0, exponent)
         restore = torch.where(lost, torch.nan, power_of_two(exponent))
         multiply = torch.where(lost, torch.nan, power_of_two(-exponent))
@@ -244,6 +252,19 @@ def pow2_exponent(amax: Tensor, format: Format, kind: str) -> Tensor:
     elif kind == "pow2_rtz":
         exponent = exponent - (a < m).int()
     return exponent.clamp(-127, 127)
+
+
+def quest_exponent(amax: Tensor, values: Tensor) -> Tensor:
+    """Return the int32 exponent of QUEST_CLIP * root mean square, rounded down (QuEST, arXiv 2502.05003, in MXFP4).
+
+    Magnitudes, relative to the power of two below `amax`, count in steps of 2^-20: sums of squares are integers, the same
+    in any order. With a mean square of A 2^e, A from 1 to 2, the root's exponent is floor(e / 2).
+    """
+    first = (amax.view(torch.int32) >> 23) - 127
+    relative = values.abs() * power_of_two(-first)[..., None]
+    units = (relative.nan_to_num(0.0, 0.0, 0.0) * 2.0**20 + 0.5).long()
+    mean = (units * units).sum(-1).float() * torch.tensor(QUEST_CLIP**2 / values.shape[-1] * 2.0**-40, dtype=torch.float32)
+    return (first + ((mean.view(torch.int32) >> 23) - 127 >> 1)).clamp(-127, 127)
 
 
 SEARCHED = {"four_over_six": (1.0, 1.5), "mse": tuple(1.0 - i / 16 for i in range(9))}

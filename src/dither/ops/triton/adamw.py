@@ -1,4 +1,4 @@
-"""AdamW and Adam-mini, as in `dither.ops.reference.adamw`: many tensors per launch and one pass over memory.
+"""AdamW, Adam-mini and Muon, as in `dither.ops.reference.adamw`: many tensors per launch and one pass over memory.
 
 This file is the host's part: `prepare` computes the constants of a step, and a `Batch` launches the kernels of
 `dither.ops.triton.adamw_kernels` on tensors that are updated alike. The one-letter constants are listed in
@@ -250,43 +250,59 @@ class Batch:
 
         constants: float32[rows, 10], from `prepare`. step: 0-d int64, which random bits depend on. skip: 0-d int32.
         """
+        if not self.pieces[0].coded:
+            self._launch("adamw", grads, constants, step, skip)
+            return
+        for table in self.tables:
+            table.amax.zero_()
+        for rule in ("measure", "adamw"):
+            self._launch(rule, grads, constants, step, skip)
+        for table in self.tables:
+            launch = _weight_scales_kernel[(len(table.indices),)]
+            launch(table.rows, skip, BLOCK=self.pieces[0].block, TILE=256, num_warps=4)
+
+    def _launch(self, rule: str, grads: Sequence[Tensor], constants: Tensor, step: Tensor, skip: Tensor) -> None:
+        """Launch the kernel for a RULE on each table."""
         for table in self.tables:
             kept = table.point(grads)
-            device, coded = table.rows.device, self.pieces[0].coded
+            device = table.rows.device
+            if rule not in table.updates:
+                table.updates[rule] = BoundKernel(
+                    _adamw_kernel,
+                    table.programs,
+                    (),
+                    {
+                        "S": _state_scaling(self.update),
+                        "KIND": _kind(self.update),
+                        "GROUP": self.padded,
+                        "FLAT": table.flat,
+                        "BLOCK": self.pieces[0].block,
+                        "RULE": rule,
+                        "G": fields(FORMATS[kept[0].dtype]),
+                        "GH": RoundingConstants("nearest", 0, 32, True, native(device)),
+                        "G_STORE": INTEGERS[kept[0].itemsize],
+                        "TILE": self.tile,
+                        "TILES": self.tiles,
+                        **_kinds(self.pieces[0], kept[0], self.update, table.flat, native(device)),
+                    },
+                    num_warps=self.program.warps(self.tile),
+                    maxnreg=self.program.registers,
+                    enable_fp_fusion=False,
+                )
             map_tables = state_maps.device_tables(device) if self.update.states in ("dynamic8", "dynamic4") else None
-            arguments = (table.rows, table.grads, table.owner, constants, step, skip, map_tables)
-            if coded:
-                table.amax.zero_()
-                table.measure = table.measure or self._kernel(table, kept[0], measure=True)
-                table.measure(*arguments)
-            table.update = table.update or self._kernel(table, kept[0], measure=False)
-            table.update(*arguments)
-            if coded:
-                launch = _weight_scales_kernel[(len(table.indices),)]
-                launch(table.rows, skip, BLOCK=self.pieces[0].block, TILE=256, num_warps=4)
+            table.updates[rule](table.rows, table.grads, table.owner, constants, step, skip, map_tables)
 
-    def _kernel(self, table: PieceTable, grad: Tensor, measure: bool) -> BoundKernel:
-        """Return the update of a table's pieces, or the pass before it that measures the groups of weights in codes."""
-        constants = {
-            "S": _state_scaling(self.update),
-            "KIND": _kind(self.update),
-            "GROUP": self.padded,
-            "FLAT": table.flat,
-            "BLOCK": self.pieces[0].block,
-            "MEASURE": measure,
-            "TILE": self.tile,
-            "TILES": self.tiles,
-            **_kinds(self.pieces[0], grad, self.update, table.flat, native(table.rows.device)),
-        }
-        return BoundKernel(
-            _adamw_kernel,
-            table.programs,
-            (),
-            constants,
-            num_warps=self.program.warps(self.tile),
-            maxnreg=self.program.registers,
-            enable_fp_fusion=False,
-        )
+
+class MuonBatch(Batch):
+    """Matrices that Muon updates alike: `momentum` comes before their orthogonalization, `step` after it."""
+
+    def momentum(self, grads: Sequence[Tensor], constants: Tensor, step: Tensor, skip: Tensor, *, nesterov: bool) -> None:
+        """Update the momentum, and replace each gradient in place by what is orthogonalized, unless `skip` is 1."""
+        self._launch("nesterov" if nesterov else "momentum", grads, constants, step, skip)
+
+    def step(self, grads: Sequence[Tensor], constants: Tensor, step: Tensor, skip: Tensor) -> None:
+        """Move the weights along `grads`, their orthogonalized directions, unless `skip` is 1."""
+        self._launch("move", grads, constants, step, skip)
 
 
 def _kind(update: Update) -> str:

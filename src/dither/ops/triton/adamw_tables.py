@@ -169,8 +169,7 @@ class PieceTable:
         self.grads = torch.empty(-(-len(pieces) // ADDRESSES) * ADDRESSES, dtype=torch.int64, device=device)
         self.written: tuple[int, ...] = ()
         self.captured = False
-        self.update: BoundKernel | None = None
-        self.measure: BoundKernel | None = None
+        self.updates: dict[str, BoundKernel] = {}
         self.squares: BoundKernel | None = None
 
     def point(self, grads: Sequence[Tensor]) -> list[Tensor]:
