@@ -54,8 +54,8 @@ class _Numbers(Tensor):
         changes |= name.startswith("__i") and name not in ("__int__", "__invert__", "__index__")
         if changes or func in (Tensor.data.__get__, Tensor.data.__set__):  # type: ignore[attr-defined]
             raise UserError(
-                "The weight of a frozen layer exists only as codes, so a change of it would be lost: call "
-                "dither.nn.thaw_base(model) first, to merge adapters for instance."
+                "The weight of this layer exists only as codes, so a change of it would be lost: call thaw_base(model) "
+                "first, to merge adapters for instance, or restore_weights(model) for weights that are trained."
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
