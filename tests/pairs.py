@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dither import Cast, Stream, UserError
-from dither.ops.reference import adamw, loss, mx_fp8, philox, quantize, rounding, sampling, transforms
+from dither.ops.reference import adamw, loss, mx_fp8, philox, quantize, rounding, sampling, transforms, weight_codes
 from dither.ops.reference import adamw as masters
 from dither.ops.reference.adamw import Piece
 from dither.ops.triton import adamw as kernel_adamw
@@ -407,6 +407,8 @@ class Size:
     run: int = 0
     """Adam-mini: rows that share a second moment, of which `lead` lie before the piece."""
     lead: int = 0
+    block: int = -1
+    """The weight is codes, one scale per square of this width (0: one scale); -1 if it is not."""
 
 
 def updates() -> list[Update]:
@@ -452,10 +454,12 @@ def pieces_of(
             extra = w.float()
         elif update.weights == "kahan" and dtype != torch.float32:
             extra = torch.zeros_like(w)
+        if size.block >= 0:
+            w, extra = weight_codes.encode(w.float(), size.block, None)
         keys = (Stream(1, "weight", str(number)).key, Stream(1, "moments", str(number)).key)
         place = (size.row, size.column, keys, number % 2, size.run, size.lead, size.run * size.columns)
         held = [None if t is None else _placed(t, size.shift) for t in (w, m, v, m_scale, v_scale, extra)]
-        found.append(Piece(*held, *place))
+        found.append(Piece(*held, *place, max(size.block, 0)))
     return found
 
 

@@ -439,6 +439,17 @@ def test_adamw(number: int, share: int, device: str) -> None:
 
 
 @pytest.mark.usefixtures("short_programs")
+@pytest.mark.parametrize(
+    ("block", "states", "weights"), [(0, "bf16", "stochastic"), (32, "dynamic4", "stochastic"), (128, "companded8", "nearest")]
+)
+def test_adamw_of_weights_in_codes(block: int, states: str, weights: str, device: str) -> None:
+    """Squares that rows and columns end in, tiles that run over rows, groups of zeros, and a gradient that is not finite."""
+    sizes = [pairs.Size(34, 96, block=block), pairs.Size(33, 40, block=block), pairs.Size(2, 129, block=block)]
+    special = (torch.inf,) if weights == "nearest" else ()
+    assert pairs.check_adamw(sizes, torch.bfloat16, Update(weights, states, block=32), device, special=special) == 0
+
+
+@pytest.mark.usefixtures("short_programs")
 def test_ties_of_split_masters_whose_moments_are_zero(device: str) -> None:
     """Their last bit is the sign of a zero, which `0 - v` would lose."""
     masters_of = (torch.arange(0x3F00, 0x4000, dtype=torch.int32) << 16) + 0x8000

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from dither import nn as nn
     from dither import optim as optim
     from dither.evaluate import deploy, plan_from_bitwidths
-    from dither.exporting import export
+    from dither.exporting import export, rollout_weights
     from dither.models import output_loss
     from dither.nn import Linear, bitwidth_loss, capture_passes, effective_precision, sampling_parameters, step_context
     from dither.nn.compile import compile_blocks as compile
@@ -37,7 +37,8 @@ __all__ = [
     "ScaleRule", "Stream", "Transform", "UserError", "WeightDecay", "amax", "auto_plan", "bitwidth_loss",
     "capture_passes", "compile", "convert", "deploy",
     "effective_precision", "export", "fake_quantize", "output_loss", "parallelize", "plan_from_bitwidths", "quantize",
-    "quantize_both", "recipe", "register", "round_to", "safe_bitwidth", "sample", "sampling_parameters", "step_context",
+    "quantize_both", "recipe", "register", "rollout_weights", "round_to", "safe_bitwidth", "sample", "sampling_parameters",
+    "step_context",
 ]  # fmt: skip
 """What users call. Everything else is reached by its module, such as `dither.nn.param_groups`."""
 
@@ -55,7 +56,7 @@ __getattr__ = lazily(
         "dither.spec.registry": "RoundingRule ScaleRule Transform register",
         "dither.spec.schedule": "PlanSchedule",
         "evaluate": "deploy plan_from_bitwidths",
-        "exporting": "export",
+        "exporting": "export rollout_weights",
         "models": "output_loss",
         "nn": "Conversion Linear bitwidth_loss capture_passes compile convert effective_precision sampling_parameters "
         "step_context",

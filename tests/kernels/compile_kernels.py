@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction
 import dither
 from dither import Cast, Stream
 from dither.ops.reference import adamw as masters
+from dither.ops.reference import weight_codes
 from dither.ops.reference.adamw import Piece, zero_state
 from dither.ops.reference.sampling import DTYPES
 from dither.ops.triton import adamw, levels, loss, matmul, mx_fp8, philox, quantize, rounding, sampling, scales, transforms
@@ -250,6 +251,14 @@ def optimizer_calls() -> Iterator[str]:
         batch.square_sum(grads)
         batch.step(grads, constants, count[0], skip)
         yield f"adamw {update.weights} {update.states}"
+        for block in (0, 128) if update.weights != "kahan" and not update.master and update.states != "fp32" else ():
+            coded = [
+                replace(piece, w=codes, extra=scale, block=block)
+                for piece in pieces
+                for codes, scale in [weight_codes.encode(piece.w.float(), block, None)]
+            ]
+            adamw.Batch(coded, update).step(grads, constants, count[0], skip)
+            yield f"adamw {update.weights} {update.states}, weights in codes, block {block}"
         if update.master != "split":
             muon = adamw.MuonBatch([replace(piece, v=piece.m) for piece in pieces], update)
             for nesterov in (True, False):

@@ -32,6 +32,9 @@ from dither.spec import LayerPrecision, Plan
 from dither.spec.deployment import DEPLOYMENTS
 from dither.versions import versions
 
+LEARNED = 0.9
+"""The share of what merged adapters learned, in held-out loss, that a cast must keep."""
+
 CHECKING = "Loading the result with transformers and comparing weights and logits"
 """The title of the stage of `check`."""
 
@@ -49,6 +52,7 @@ def export(
     tokenizer: AnyTokenizer | None = None,
     engine: Engine = "any",
     evaluate: Evaluate | None = None,
+    loss_base: float | None = None,
     check: bool = False,
     max_shard_size: int | str = "5GB",
     provenance: Mapping[str, Any] | None = None,
@@ -70,6 +74,8 @@ def export(
         tokenizer: A tokenizer of `dither.data` or of transformers, a tokenizer.json, or a folder that has one.
         engine: "any", or "vllm" to also write experts in formats that vLLM reads and transformers does not.
         evaluate: A function (model) -> loss, called before and after the cast.
+        loss_base: The loss of the base of adapters that `model` has merged. A cast that gives up more than a tenth of what they
+            learned, by `evaluate`, is refused.
         check: Load the folder with transformers and compare weights and logits before it appears.
         max_shard_size: Most bytes per file of weights, such as "5GB".
         provenance: Plain values for the model card, such as {"recipe": "fp8-block", "step": 1000}.
@@ -98,7 +104,8 @@ def export(
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise UserError(f"The tensor {name!r} has NaN or Inf: export an earlier checkpoint.")
     facts = {**(provenance or {}), "versions": dict(versions())}
-    record = Export(path, format, parameters=sum(map(Tensor.numel, tensors.values())), notes=notes, provenance=facts)
+    parameters = sum(map(Tensor.numel, tensors.values()))
+    record = Export(path, format, parameters=parameters, loss_base=loss_base, notes=notes, provenance=facts)
     if format in GGUF:
         return _export_gguf(stored, record, tokens, evaluate, check, stage)
     choices = choose(stored, _wanted(model, format, plan), engine)
@@ -209,7 +216,13 @@ def _with_losses(record: Export, stored: StoredModel, after: nn.Module, evaluate
     for model in (dequantized(stored, {}), after):
         with evaluating(model):
             losses.append(float(evaluate(model)))
-    return replace(record, loss_before=losses[0], loss_after=losses[1])
+    before, after_cast = losses
+    if record.loss_base is not None and after_cast - before > (1 - LEARNED) * abs(record.loss_base - before):
+        raise UserError(
+            f"The cast to {record.format} loses what the adapters learned: the held-out loss is {record.loss_base:.4f} of the "
+            f"base, {before:.4f} with adapters, and {after_cast:.4f} merged and cast; use --format bf16, or the adapters."
+        )
+    return replace(record, loss_before=before, loss_after=after_cast)
 
 
 def check_target(path: Path, format: str) -> None:

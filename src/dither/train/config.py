@@ -23,7 +23,7 @@ from dither.settings import override as override
 from dither.snip.settings import SnipSettings
 from dither.spec import MemoryOptions, Plan, Sampling
 from dither.spec.modes import AUTO, GRADIENTS, MODES, MOST_NORM, LossScaling, Mode
-from dither.spec.optimizer import BLOCKS, WHOLE
+from dither.spec.optimizer import BLOCKS, WHOLE, stores
 from dither.spec.recipes import MEASURED, NAMES, RECIPES, recipe, recipe_name
 from dither.spec.schedule import beginnings, check_name, is_file, split_forward
 
@@ -125,6 +125,9 @@ class Precision:
     """Recipe for the casts of the output layer, such as fp8-current; by default it is not cast."""
     states: Annotated[str, OneOf((*WHOLE, *BLOCKS))] | None = None
     """Format of the optimizer's moments, such as dynamic8; by default that of the mode."""
+    weights: Literal["fp8"] | None = None
+    """Storage of the weights that a recipe casts: fp8 keeps their codes alone, without a 16-bit copy, and rounds updates
+    stochastically; by default that of the mode. See docs/optimizers.md."""
     gradients: Annotated[str, OneOf(GRADIENTS)] | None = None
     """Format in which gradients are accumulated and reduced: fp32, bf16, or bf16-sr (stochastic); by default the mode's."""
     sampling: Sampling | None = None
@@ -152,6 +155,7 @@ class Precision:
             object.__setattr__(self, "output", self.resolved(bf16=True).output)
             return
         self._check_output()
+        self._check_stored()
         if self.recipe is not None and self.plan is not None:
             raise UserError(
                 f"precision.recipe={self.recipe!r} and precision.plan={self.plan!r} both set the casts: set only one."
@@ -170,6 +174,35 @@ class Precision:
             self._sampled(recipe("fp8-block"))  # a sampling that does not go with casts
         elif self.times is not None:
             raise UserError(f"precision.times={self.times!r} has no effect without the recipe fp8-auto: remove it.")
+
+    def _check_stored(self) -> None:
+        """Raise if weights are to be stored in FP8 and another field needs them in another form."""
+        if self.weights is None:
+            return
+        if self.mode != "bf16-sr":
+            raise UserError(
+                f"precision.weights={self.weights!r} rounds weights stochastically, and precision.mode={self.mode!r} "
+                "keeps weights of its own: use the mode bf16-sr."
+            )
+        others = {
+            "schedule": self.schedule,
+            "sampling": self.sampling,
+            "output": self.output,
+            "recipe": self.recipe if self.recipe in (AUTO, *MEASURED) else None,
+        }
+        for key, value in others.items():
+            if value:
+                raise UserError(
+                    f"precision.weights={self.weights!r} keeps the codes of one cast, and precision.{key} is set: drop one."
+                )
+        default = None if self.recipe is None else recipe(self.recipe).default
+        if self.plan is None and (default is None or default.weight is None or not stores(default.weight)):
+            known = [name for name, each in RECIPES.items() if each.plan.default and each.plan.default.weight]
+            fits = [name for name in known if stores(recipe(name).default.weight)]  # type: ignore[union-attr, arg-type]
+            raise UserError(
+                f"precision.weights={self.weights!r} needs a recipe that casts weights to e4m3, one scale per tensor or block, "
+                f"and precision.recipe is {self.recipe!r}: choose one of {', '.join(fits)}."
+            )
 
     def _check_output(self) -> None:
         """Raise if the output layer's recipe casts nothing; replace an alias by its name."""

@@ -28,6 +28,7 @@ from dither.nn import GraphedPasses, Linear, bitwidth_loss, convert, effective_p
 from dither.nn.bitwidths import block_bitwidths
 from dither.nn.frozen import FrozenLinear
 from dither.nn.step import reshard
+from dither.nn.stored import store_weights
 from dither.numerics import Monitor, NumericsReport
 from dither.ops.ranks import gather
 from dither.optim import Training, roles, training
@@ -109,13 +110,16 @@ class Trainer:
             engines=precision.engines,
             memory=precision.memory,
         )
+        if precision.weights == "fp8":
+            _check_stored(config, ranks)
+            store_weights(self.model)
         self.base: dict[str, Any] | None = None
         """The origin of the base of adapters; None if there are none."""
         if config.lora.rank is not None:
             say(str(adapt(self.model, config.lora, config.run.seed)))
             self.base = origin_of(config.model.weights, config.model.hf)
         adam_roles = roles(self.model) if config.optim.optimizer == "adam-mini" else None
-        codes = (module for module in self.model.modules() if isinstance(module, FrozenLinear))
+        codes = (module for module in self.model.modules() if type(module) is FrozenLinear)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.parameters += sum(layer.in_features * layer.out_features for layer in codes)
         """The number of parameters of the whole model, frozen ones that exist as codes included."""
@@ -567,6 +571,23 @@ def _sizes(config: Config, corpus: Corpus) -> Any:
     sizes = config.model.sizes(config.model.vocab or tokens)
     _check_positions(sizes, config.data.sequence)
     return sizes
+
+
+def _check_stored(config: Config, ranks: Ranks) -> None:
+    """Raise if weights are to be stored in FP8 and the run has something that does not go with them."""
+    others = {
+        f"{ranks.world} ranks": ranks.world > 1,
+        "snip.target": config.snip.target is not None,
+        "lora.rank": config.lora.rank is not None,
+        f"optim.optimizer={config.optim.optimizer!r}": config.optim.optimizer != "adamw",
+        "monitor.fallback": config.monitor.fallback,
+    }
+    for name, present in others.items():
+        if present:
+            raise UserError(
+                f"precision.weights='fp8' is for a whole model on one device, with AdamW and one plan, and here is {name}: "
+                "leave one of them out."
+            )
 
 
 def _check_release(trainer: Trainer) -> None:
