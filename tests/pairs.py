@@ -177,6 +177,19 @@ def check_replaced(rows: int, columns: int, length: int, device: str) -> int:
     return differing(*found)
 
 
+def check_transformed(x: Tensor, text: str, axis: int, offset: tuple[int, int] = (0, 0), container: str = "") -> int:
+    """Codes and BF16 numbers of one kernel, against the transform and then the cast."""
+    cast, place = Cast.parse(text), torch.tensor([5, 0, STREAM.key], device=x.device)
+    padded = x.new_empty(1).expand(transforms.padded_shape(x, cast.turn, axis))
+    draw, stored = draw_for(padded, cast.round, offset), Format.parse(container) if container else cast.element
+    found = [code.quantize(x, cast, axis, draw, place, stored) for code in (transforms, kernel_transforms)]
+    wrong = sum(map(differing, *found))
+    if cast.scaling.kind != "four_over_six" and not container:
+        found = [code.quantize_values(x, cast, axis, draw, place) for code in (transforms, kernel_transforms)]
+        wrong += sum(map(differing, *found))
+    return wrong
+
+
 def check_transform(x: Tensor, text: str, axis: int) -> int:
     place = torch.tensor([5, 0, STREAM.key], device=x.device)
     found = (code.transform(x, Hadamard.parse(text), axis, place) for code in (transforms, kernel_transforms))

@@ -127,6 +127,12 @@ def calls() -> Iterator[str]:
     for turn, place in (("hadamard(16)", None), ("hadamard(128,redrawn)", moved.step.new_zeros(3))):
         for axis in (0, 1):
             transforms.transform(x, Cast.parse(f"mxfp4 nearest {turn}").turn, axis, place)
+            for text in ("nvfp4 stochastic(16)", "mxfp4 nearest", "mxfp8 nearest", "e2m1 tile(16) four_over_six nearest"):
+                cast = Cast.parse(f"{text} {turn}")
+                mine = moved if cast.round.bits else None
+                transforms.quantize(x, cast, axis, mine, place, cast.element)
+                if cast.scaling.kind != "four_over_six":
+                    transforms.quantize_values(x, cast, axis, mine, place)
         yield turn
     yield from level_calls()
     yield from product_calls()

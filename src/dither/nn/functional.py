@@ -65,6 +65,8 @@ class Casting(NamedTuple):
     """Its width, to multiples of which the axis is padded."""
     redrawn: bool = False
     """True if its signs are drawn anew in each step."""
+    at_once: bool = False
+    """True if one kernel transforms and casts."""
     first: str = ""
     """The cast of the forward product, whose numbers this one casts in backward, or reads if it has no cast; "" for the operand
     itself."""
@@ -296,6 +298,11 @@ def _casting(casts: tuple[Cast, ...], container: str, level: int = -1) -> Castin
         transform=str(turn) if turn.size else "",
         width=turn.size,
         redrawn=turn.signs == "redrawn",
+        at_once=first.kernel
+        and turn.matrix == "hadamard"
+        and first.group.kind == "tile"
+        and first.group.size <= 128
+        and level < 0,
         two_level=first.scaling.two_level,
         square=first.group.kind in ("tensor", "block")
         and not first.scaling.two_level
@@ -1029,6 +1036,8 @@ def cast_layouts(
         bare, x = casting._replace(transform=""), x.detach()
 
         def turned(axis: int) -> OperandCodes:
+            if casting.at_once and not casting.shared:
+                return _cast_transformed(x, casting, axis, place, signs)
             part = transformed(x, casting, axis, signs)
             return cast_layouts(part, bare, Amax(), place, axis == 1, axis == 0, None, level)
 
@@ -1074,6 +1083,29 @@ def cast_layouts(
     )
 
 
+def _cast_transformed(x: Tensor, casting: Casting, axis: int, place: Tensor | None, signs: Tensor | None) -> OperandCodes:
+    """Transform and cast one layout at once."""
+    _check_beginning(casting, axis)
+    values, scale, tensor = torch.ops.dither.quantize_transformed(
+        x, casting.cast, casting.transform, axis, casting.container, place, casting.row, casting.column,
+        signs if casting.redrawn else None,
+    )  # fmt: skip
+    if casting.container == "bf16":
+        codes = Codes(values if axis == 1 else values.T, None, tensor if casting.two_level else None)
+    else:
+        codes = Codes(values, scale, tensor) if axis == 1 else Codes(values.T, transposed_scale(scale), tensor)
+    return OperandCodes(codes, None) if axis == 1 else OperandCodes(None, codes)
+
+
+def _check_beginning(casting: Casting, axis: int) -> None:
+    """Raise unless a shard begins at a multiple of the transform's width, where signs begin anew."""
+    if first := (casting.column if axis == 1 else casting.row) % casting.width:
+        raise UserError(
+            f"A shard begins {first} elements after a multiple of {casting.width}, the width of {casting.transform}: "
+            "shard along multiples of it, or use a narrower transform."
+        )
+
+
 def read_in_forward(x: Tensor, casting: Casting) -> Tensor:
     """Return the numbers that the forward product reads of x, float32: those that `casting` casts again in backward."""
     if casting.first_transform:
@@ -1091,11 +1123,7 @@ def prepared(x: Tensor, casting: Casting, axis: int, signs: Tensor | None, after
 
 def transformed(x: Tensor, casting: Casting, axis: int, signs: Tensor | None, after: Tensor | None = None) -> Tensor:
     """Return x, transformed along `axis` and padded there; signs begin anew at multiples of the width in the whole operand."""
-    if first := (casting.column if axis == 1 else casting.row) % casting.width:
-        raise UserError(
-            f"A shard begins {first} elements after a multiple of {casting.width}, the width of {casting.transform}: "
-            "shard along multiples of it, or use a narrower transform."
-        )
+    _check_beginning(casting, axis)
     turned: Tensor = torch.ops.dither.transform(x, casting.transform, axis, signs if casting.redrawn else None, after)
     return turned
 
