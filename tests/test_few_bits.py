@@ -15,7 +15,7 @@ from dither import Cast, LayerPrecision, Plan, checkpoint, cli, convert, export,
 from dither.data import train_bpe
 from dither.errors import UserError
 from dither.exporting.record import load
-from dither.models import hf
+from dither.models import build, hf
 from dither.models.lora import adapt
 from dither.models.sizes import Lora
 from dither.nn.frozen import frozen_weights
@@ -230,6 +230,9 @@ def test_adapters_train_on_the_codes_of_a_folder_and_resume_bit_for_bit(layout, 
     assert dither("train", "--resume", halves) == 0
     again = checkpoint.load(halves / "checkpoints" / "step-00000002")[0]
     assert all(torch.equal(again[name], saved[name]) for name in saved)
+    words = ["export", run, "--merge", "--format", "fp8-block", "--device", "cpu"]
+    assert dither(*words, "-o", tmp_path / "merged") == 0
+    assert "of the base without its adapters" in capsys.readouterr().out
     assert dither("eval", folder, "--data", text, "--sequence", 16, "--sequences", 2, "--against", run, "--device", "cpu") == 0
     assert dither("generate", folder, "--prompt", "1 +", "--tokens", 2, "--device", "cpu") == 0
     if layout == "qwen":  # all layers of its blocks are in codes
@@ -237,6 +240,15 @@ def test_adapters_train_on_the_codes_of_a_folder_and_resume_bit_for_bit(layout, 
             dither("train", "--from", folder, "--data", text, *WORDS, "precision.recipe=mxfp8", "--out", tmp_path / "no") == 2
         )
         assert "its weight is frozen, and exists only as codes" in capsys.readouterr().err
+
+
+def test_a_merge_is_cast_only_if_that_keeps_what_adapters_learned(tmp_path):
+    losses = {"evaluate": lambda model, left=[2.0, 2.2] * 2: left.pop(0)}
+    with pytest.raises(UserError, match=r"is 3.0000 of the base, 2.0000 with adapters, and 2.2000 merged and cast"):
+        export(build("tiny"), tmp_path / "lost", format="mxfp4", loss_base=3.0, **losses)
+    assert not (tmp_path / "lost").exists()
+    kept = export(build("tiny"), tmp_path / "kept", format="mxfp4", loss_base=4.1, **losses)
+    assert "of the base without its adapters 4.1000" in str(kept)
 
 
 # Refusals -------------------------------------------------------------------------------------------------------------

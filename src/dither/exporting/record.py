@@ -74,6 +74,8 @@ class Export:
     loss_before: float | None = None
     """Loss before the cast."""
     loss_after: float | None = None
+    loss_base: float | None = None
+    """Loss of the base alone, for merged adapters."""
     check: LogitCheck | None = None
     notes: tuple[str, ...] = ()
     provenance: Mapping[str, Any] = field(default_factory=dict)
@@ -115,6 +117,8 @@ class Export:
         if self.loss_before is not None and self.loss_after is not None:
             change = self.loss_after - self.loss_before
             lines.append(f"  held-out loss {self.loss_before:.4f} -> {self.loss_after:.4f} nats per token ({change:+.4f})")
+        if self.loss_base is not None:
+            lines.append(f"  of the base without its adapters {self.loss_base:.4f}")
         if self.check is not None:
             apart, largest = f"{self.check.difference:.2g}", f"{self.check.largest:.3g}"
             weights = f"{self.check.weights:,} weights are equal"
@@ -256,7 +260,8 @@ def _losses(record: Export) -> list[str]:
     if record.loss_before is None or record.loss_after is None:
         return [*lines, "Not measured.", ""]
     lines += ["| | loss, nats per token |", "|---|---|", f"| before the cast | {record.loss_before:.5f} |"]
-    return [*lines, f"| after the cast | {record.loss_after:.5f} |", ""]
+    alone = [] if record.loss_base is None else [f"| the base without its adapters | {record.loss_base:.5f} |"]
+    return [*lines, f"| after the cast | {record.loss_after:.5f} |", *alone, ""]
 
 
 def _sizes(record: Export) -> list[str]:

@@ -54,8 +54,8 @@ class _Numbers(Tensor):
         changes |= name.startswith("__i") and name not in ("__int__", "__invert__", "__index__")
         if changes or func in (Tensor.data.__get__, Tensor.data.__set__):  # type: ignore[attr-defined]
             raise UserError(
-                "The weight of a frozen layer exists only as codes, so a change of it would be lost: call "
-                "dither.nn.thaw_base(model) first, to merge adapters for instance."
+                "The weight of this layer exists only as codes, so a change of it would be lost: call thaw_base(model) "
+                "first, to merge adapters for instance, or restore_weights(model) for weights that are trained."
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
@@ -312,7 +312,7 @@ def _check(layer: Linear) -> None:
             "with current scales, such as fp8-block or mxfp8."
         )
     turned = [cast for product in ("forward", "input_grad") for cast in precision.casts(product) if cast and cast.turn.size]
-    if precision.requantize or turned:
+    if (precision.requantize and precision.cast("input_grad", "weight") is not None) or turned:
         raise UserError(
             f"The layer {layer.name!r} transforms its weight or casts it twice, and a frozen weight has codes of one cast: use "
             "a recipe without either, such as nvfp4 or fp8-block."
