@@ -162,14 +162,14 @@ class LayerPrecision:
         if not isinstance(self.requantize, bool):
             raise UserError(f"requantize is true or false, not {self.requantize!r}.")
         for operand, cast in zip(PRODUCTS["forward"], self.casts("forward"), strict=True) if self.requantize else ():
-            signed = cast is not None and (cast.turn.signs != "plain" or cast.turn.matrix != "hadamard")
+            signed = cast is not None and (cast.transforming.signs != "plain" or cast.transforming.matrix != "hadamard")
             if cast is None or signed or cast.round.bits or cast.scaling.kind == "delayed":
                 raise UserError(
                     f"requantize=True casts the {operand} of the forward product again in backward, and its cast is "
                     f"{str(cast or 'uncast')!r}: use one without random bits and delayed scales, and without transform or with "
                     "hadamard(size,plain)."
                 )
-            if cast.turn.size and None in (*self.casts("input_grad"), *self.casts("weight_grad")):
+            if cast.transforming.size and None in (*self.casts("input_grad"), *self.casts("weight_grad")):
                 raise UserError(
                     f"requantize=True with {cast.transform} computes gradients of transformed operands: cast all operands of "
                     "the input_grad and weight_grad products."
