@@ -43,6 +43,7 @@ RULES = [
     "e2m1 tile(32) pow2_rtz stochastic(16)",
     "e4m3 block(16) pow2_round",
     "e2m1 tile(16) four_over_six",
+    "e2m1 tile(16) nvfp4_fixed(0.001)",
     "e2m1 block(16) four_over_six",
     "e4m3 tensor static(0.0123)",
     "e5m2 tensor static(3) stochastic(8)",

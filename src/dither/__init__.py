@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from dither.evaluate import deploy, plan_from_bitwidths
     from dither.exporting import export, rollout_weights
     from dither.models import output_loss
+    from dither.models.deployment import qat
     from dither.nn import Linear, bitwidth_loss, capture_passes, effective_precision, sampling_parameters, step_context
     from dither.nn.compile import compile_blocks as compile
     from dither.nn.convert import Conversion, convert
@@ -36,7 +37,7 @@ __all__ = [
     "Monitor", "NamedCast", "PerformanceWarning", "Plan", "PlanSchedule", "Quantized", "Recipe", "RoundingRule", "Sampling",
     "ScaleRule", "Stream", "TransformRule", "UserError", "WeightDecay", "amax", "auto_plan", "bitwidth_loss",
     "capture_passes", "compile", "convert", "deploy",
-    "effective_precision", "export", "fake_quantize", "output_loss", "parallelize", "plan_from_bitwidths", "quantize",
+    "effective_precision", "export", "fake_quantize", "output_loss", "parallelize", "plan_from_bitwidths", "qat", "quantize",
     "quantize_both", "recipe", "register", "rollout_weights", "round_to", "safe_bitwidth", "sample", "sampling_parameters",
     "step_context",
 ]  # fmt: skip
@@ -55,6 +56,7 @@ __getattr__ = lazily(
         "dither.spec.recipes": "Recipe recipe",
         "dither.spec.registry": "RoundingRule ScaleRule TransformRule register",
         "dither.spec.schedule": "PlanSchedule",
+        "dither.models.deployment": "qat",
         "evaluate": "deploy plan_from_bitwidths",
         "exporting": "export rollout_weights",
         "models": "output_loss",

@@ -314,7 +314,7 @@ def _check(layer: Linear) -> None:
     transformed = [
         cast for product in ("forward", "input_grad") for cast in precision.casts(product) if cast and cast.transforming.size
     ]
-    if precision.requantize or transformed:
+    if (precision.requantize and precision.cast("input_grad", "weight") is not None) or transformed:
         raise UserError(
             f"The layer {layer.name!r} transforms its weight or casts it twice, and a frozen weight has codes of one cast: use "
             "a recipe without either, such as nvfp4 or fp8-block."

@@ -68,7 +68,8 @@ class Casting(NamedTuple):
     at_once: bool = False
     """True if one kernel transforms and casts."""
     first: str = ""
-    """The cast of the forward product, whose numbers this one casts again in backward; "" for the operand itself."""
+    """The cast of the forward product, whose numbers this one casts in backward, or reads if it has no cast; "" for the operand
+    itself."""
     first_axis: int = 1
     """The axis of that cast."""
     first_transform: str = ""
@@ -269,7 +270,7 @@ def make_settings(
                     fusible=False,
                 )
             )
-            if operand.across.cast
+            if operand.along.cast
             else operand
             for operand in (x, w)
         )
@@ -339,8 +340,8 @@ class Later(NamedTuple):
     """The transposed input is cast in forward (""), or in backward: from the input itself ("cast"), or from the kept inputs of
     its SwiGLU ("swiglu")."""
     weight: str = ""
-    """The weight of the input gradient is made in forward (""), or in backward: "transpose" and "cast" as in `_weight_codes`,
-    "decode" from the codes of a frozen weight."""
+    """The weight of the input gradient is made in forward (""), or in backward: "transpose", "cast" and "read" as in
+    `_weight_codes`, "decode" from the codes of a frozen weight."""
     stored: StoredWeight | None = None
     """The frozen weight."""
 
@@ -494,6 +495,8 @@ class _Products(torch.autograd.Function):
         place, grad_amax, grad_largest, levels, signs, x_mask, w_mask, *kept = tensors[12:]
         if later.weight == "transpose":
             w_KN = Codes(w_NK.values, w_NK.scale)
+        elif later.weight == "read":
+            w_KN = w_NK
         elif later.weight == "decode":
             assert later.stored is not None
             w_NK, w_KN = _frozen_codes(w_NK, settings.forward_weight, later.stored), w_NK
@@ -525,6 +528,9 @@ class _Products(torch.autograd.Function):
             casting = settings.input_grad_weight
             if later.weight == "transpose":
                 w = _transpose_later(w, along.values)
+            elif later.weight == "read":
+                size = dy.shape[1], ctx.features
+                w = Codes(dequantize_codes(*w, settings.forward_weight.stored, size, 1, dy.dtype).T)
             elif later.weight == "decode":
                 assert later.stored is not None
                 w = _cast_decoded(w, casting, later.stored, dy.dtype)
@@ -634,6 +640,9 @@ def product(
 
     after: a tensor that is made in backward, so that a compiled graph decodes codes there and not in forward.
     """
+    if which != "forward" and not (a_casting.cast or b_casting.cast):  # torch's own product, which modes and graphs see
+        y = a.values @ b.values.T
+        return y if y.dtype == dtype else y.to(dtype)
     if _on_bf16_units(a, a_casting, b, b_casting, settings):
         return _bf16_product(a, a_casting, b, b_casting, length, bias, dtype, after)
     # Fast accumulation in forward only, and only of what is FP8 by itself: gradients and FP4 sums keep all their bits.
@@ -828,9 +837,11 @@ def _weight_codes(
     """Return the weight in the forward product and in the input gradient: cached layouts as they are, the others cast.
 
     An uncast layout has `dtype`. The last result is "" or how backward makes the second layout: "transpose" transposes the
-    codes of the first, "cast" casts (weight, magnitude, place).
+    codes of the first, "cast" casts (weight, magnitude, place), "read" decodes the codes of the first.
     """
     casting, transposed, cached = settings.weight, settings.transposed, state.weight
+    if passes and settings.input_grad_weight.first and not settings.input_grad_weight.cast:
+        return _in_products(weight_layouts(weight, settings, state, False, dtype), transposed)[0], None, "read"
     if settings.hold == "both" or not passes or not settings.input_grad_weight.cast or casting.shared:
         return *_in_products(weight_layouts(weight, settings, state, passes, dtype), transposed), ""
     forward, backward = (None, None) if cached is None else _in_products(cached, transposed)
@@ -946,7 +957,7 @@ def _cast_decoded(codes: Codes, casting: Casting, stored: StoredWeight, dtype: t
     """Return a frozen weight for the input gradient: its numbers, cast along the other axis, or in `dtype`."""
     w = decoded(codes, stored, torch.float32 if casting.cast else dtype)
     along = stored.axis == 0
-    layouts = cast_layouts(w, casting, Amax(), None, along, not along, None, None)
+    layouts = cast_layouts(w, casting._replace(first=""), Amax(), None, along, not along, None, None)
     weight = layouts.along if along else layouts.across
     assert weight is not None
     return weight
@@ -1014,13 +1025,13 @@ def cast_layouts(
     """Do the same for layouts with one cast."""
     if not (along or across):
         return OperandCodes(None, None)
+    if casting.first:
+        numbers, again = read_in_forward(x.detach(), casting), casting._replace(first="")
+        uncast = None if casting.cast else dtype or x.dtype
+        return cast_layouts(numbers, again, Amax(), place, along, across, uncast, level, signs)
     if not casting.cast:
         x = x.detach() if dtype is None else x.detach().to(dtype)
         return OperandCodes(Codes(x) if along else None, Codes(x.T) if across else None)
-    if casting.first:
-        return cast_layouts(
-            read_in_forward(x.detach(), casting), casting._replace(first=""), Amax(), place, along, across, None, level, signs
-        )
     if casting.transform:
         bare, x = casting._replace(transform=""), x.detach()
 

@@ -174,8 +174,8 @@ def engines_of(
         transforming, length = a.transforming if a is not None else Transform(), sizes[product][2]
         if transforming.size > length and product != "weight_grad":  # tokens are padded
             raise UserError(
-                f"{product.replace('_', ' ')} product: {transforming} is wider than the {length} features that the product sums "
-                "over"
+                f"{product.replace('_', ' ')} product: {transforming} is wider than the {length} features that the product "
+                "sums over"
             )
         try:
             engines[product] = engine_for(a, b, sizes[product], capability, plain, verified)

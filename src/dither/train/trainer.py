@@ -47,6 +47,7 @@ from dither.train.pipeline import Pipeline, check_micro_batches, check_pipeline,
 from dither.train.plans import PlanEvent, RunPlans, known_plans, make_schedule, steps_for_snip, with_measured
 from dither.train.ranks import Ranks
 from dither.train.resume import check_changes, resolved
+from dither.train.teacher import Teacher
 
 
 class Numbers(NamedTuple):
@@ -98,6 +99,7 @@ class Trainer:
         self.model = blank(_sizes(config, corpus), ranks.device) if drawn_later else _model(config, corpus, ranks.device)
         if (initial or config.lora.rank) and config.model.weights is not None:
             load_weights(self.model, config.model.weights)
+        teacher = None if config.qat.teacher is None else Teacher(config.qat, self.model, ranks.device)
         tokens = data.batch // self.layout.data_world // self.parts * data.sequence
         self.sources = with_measured(self.sources, config, self.model, ranks, tokens, say)
         planned, precision = make_schedule(config, self.sources), config.precision
@@ -152,8 +154,10 @@ class Trainer:
             parts=self.parts,
             sequence=data.sequence,
             device=ranks.device,
+            teacher=teacher,
         )
-        if uses_graphs(config.run.cuda_graphs, self.ranks, self.training, self.parts, compiled=self.compiled):
+        taught = teacher is not None
+        if uses_graphs(config.run.cuda_graphs, self.ranks, self.training, self.parts, compiled=self.compiled, teacher=taught):
             self.passes.graphs = GraphedPasses(self.model, self.passes.eager, say)
         self.guard = Guard(config.guard)
         self.signals: Signals | None = None
