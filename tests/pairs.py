@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dither import Cast, Stream, UserError
-from dither.ops.reference import adamw, loss, mx_fp8, philox, quantize, rounding, sampling, transforms
+from dither.ops.reference import adamw, loss, mx_fp8, philox, quantize, rounding, sampling, transforms, weight_codes
 from dither.ops.reference import adamw as masters
 from dither.ops.reference.adamw import Piece
 from dither.ops.triton import adamw as kernel_adamw
@@ -43,6 +43,7 @@ RULES = [
     "e2m1 tile(32) pow2_rtz stochastic(16)",
     "e4m3 block(16) pow2_round",
     "e2m1 tile(16) four_over_six",
+    "e2m1 tile(16) nvfp4_fixed(0.001)",
     "e2m1 block(16) four_over_six",
     "e4m3 tensor static(0.0123)",
     "e5m2 tensor static(3) stochastic(8)",
@@ -174,6 +175,19 @@ def check_replaced(rows: int, columns: int, length: int, device: str) -> int:
         found.append(out)
     assert 0 < int((found[0] == -0.5).sum()) < rows * columns
     return differing(*found)
+
+
+def check_transformed(x: Tensor, text: str, axis: int, offset: tuple[int, int] = (0, 0), container: str = "") -> int:
+    """Codes and BF16 numbers of one kernel, against the transform and then the cast."""
+    cast, place = Cast.parse(text), torch.tensor([5, 0, STREAM.key], device=x.device)
+    padded = x.new_empty(1).expand(transforms.padded_shape(x, cast.turn, axis))
+    draw, stored = draw_for(padded, cast.round, offset), Format.parse(container) if container else cast.element
+    found = [code.quantize(x, cast, axis, draw, place, stored) for code in (transforms, kernel_transforms)]
+    wrong = sum(map(differing, *found))
+    if cast.scaling.kind != "four_over_six" and not container:
+        found = [code.quantize_values(x, cast, axis, draw, place) for code in (transforms, kernel_transforms)]
+        wrong += sum(map(differing, *found))
+    return wrong
 
 
 def check_transform(x: Tensor, text: str, axis: int) -> int:
@@ -394,6 +408,8 @@ class Size:
     run: int = 0
     """Adam-mini: rows that share a second moment, of which `lead` lie before the piece."""
     lead: int = 0
+    block: int = -1
+    """The weight is codes, one scale per square of this width (0: one scale); -1 if it is not."""
 
 
 def updates() -> list[Update]:
@@ -439,10 +455,12 @@ def pieces_of(
             extra = w.float()
         elif update.weights == "kahan" and dtype != torch.float32:
             extra = torch.zeros_like(w)
+        if size.block >= 0:
+            w, extra = weight_codes.encode(w.float(), size.block, None)
         keys = (Stream(1, "weight", str(number)).key, Stream(1, "moments", str(number)).key)
         place = (size.row, size.column, keys, number % 2, size.run, size.lead, size.run * size.columns)
         held = [None if t is None else _placed(t, size.shift) for t in (w, m, v, m_scale, v_scale, extra)]
-        found.append(Piece(*held, *place))
+        found.append(Piece(*held, *place, max(size.block, 0)))
     return found
 
 

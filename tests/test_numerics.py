@@ -237,3 +237,13 @@ def test_summary_and_medians():
     # Scales are amax / 6: 1/3, 1 for the group of zeros, 2 and 4.
     assert line[7:].tolist() == [24.0, float(scaling._quotient(torch.tensor(2.0), 6.0)), 1.0, 4.0]
     assert numerics.median(torch.arange(10.0 * numerics.SAMPLE)).item() == pytest.approx(5 * numerics.SAMPLE, rel=1e-4)
+
+
+@pytest.mark.parametrize(("cast", "clipped"), [("q4_0", 1), ("int4-g32", 1), ("q8_0", 0)])
+def test_counts_of_casts_of_other_libraries(cast, clipped):
+    # Q4_0 takes 8 to -8 and -7.9 to 7. The scale of int4 is 8 / 7.5: 8 becomes 7.5 and then 7, a tie, and -7.9 stays -7.4.
+    x = np.array([8, -7.9, 0.02, 0, *[4] * 28], np.float32)
+    if cast == "int4-g32":
+        x[0] = 8.1  # whose scale in bfloat16 is a little smaller
+    found = counted(x, cast)
+    assert (found["clipped"], found["flushed"], found["zeros"], found["subnormal"]) == (clipped, 1, 1, 0)

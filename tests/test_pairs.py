@@ -153,6 +153,31 @@ def test_transforms(text: str, device: str) -> None:
             assert pairs.check_transform(x.T.contiguous().T, text, axis) == 0
 
 
+TRANSFORMED = [
+    "nvfp4 stochastic(16) hadamard(16)",
+    "nvfp4 nearest hadamard(128,redrawn)",
+    "mxfp4 stochastic(8) hadamard(64,redrawn)",
+    "mxfp8 nearest hadamard(32,plain)",
+    "e2m1 tile(16) four_over_six nearest hadamard(16)",
+    "e4m3 tile(128) fp32 nearest hadamard(32)",
+]
+
+
+@pytest.mark.sampled(without=[TRANSFORMED[1], TRANSFORMED[3], TRANSFORMED[5]])
+@pytest.mark.parametrize("text", TRANSFORMED)
+def test_transforms_and_casts_at_once(text: str, device: str) -> None:
+    """Whole tiles and ragged ones, other strides, shards, lost groups, and FP4 as FP8 codes."""
+    x = pairs.hard_values(37, 150, torch.bfloat16, 10, device)
+    for axis in (0, 1):
+        assert pairs.check_transformed(x, text, axis, (3, 8)) == 0
+        assert pairs.check_transformed(x.T.contiguous().T.float(), text, axis, (1, 3)) == 0
+    lost = pairs.hard_values(64, 128, torch.float32, 11, device)
+    lost[3, 5], lost[40, 100] = torch.nan, torch.inf
+    assert pairs.check_transformed(lost, text, 1) == 0
+    if "e4m3" not in text and "mxfp8" not in text and "nvfp4" not in text:
+        assert pairs.check_transformed(x, text, 0, container="e4m3") == 0
+
+
 @pytest.mark.parametrize(("rows", "columns"), [(64, 512), (45, 336)])
 def test_mxfp4_as_fp8(rows: int, columns: int, device: str) -> None:
     assert pairs.check_mx_fp8(rows, columns, device) == 0
@@ -411,6 +436,17 @@ def test_adamw(number: int, share: int, device: str) -> None:
     special = SPECIAL_GRADIENTS if number % 2 else ()
     dtype = torch.bfloat16 if update.master.startswith("split") else DTYPES[number % 3]
     assert pairs.check_adamw(sizes[number % 2 :: share], dtype, update, device, special=special) == 0
+
+
+@pytest.mark.usefixtures("short_programs")
+@pytest.mark.parametrize(
+    ("block", "states", "weights"), [(0, "bf16", "stochastic"), (32, "dynamic4", "stochastic"), (128, "companded8", "nearest")]
+)
+def test_adamw_of_weights_in_codes(block: int, states: str, weights: str, device: str) -> None:
+    """Squares that rows and columns end in, tiles that run over rows, groups of zeros, and a gradient that is not finite."""
+    sizes = [pairs.Size(34, 96, block=block), pairs.Size(33, 40, block=block), pairs.Size(2, 129, block=block)]
+    special = (torch.inf,) if weights == "nearest" else ()
+    assert pairs.check_adamw(sizes, torch.bfloat16, Update(weights, states, block=32), device, special=special) == 0
 
 
 @pytest.mark.usefixtures("short_programs")

@@ -543,6 +543,7 @@ def hard_groups() -> torch.Tensor:
     x[8], x[9] = -x[7], torch.randint(-16, 17, (128,), generator=torch.Generator().manual_seed(1)) / 2
     x[10:16] = x[10:16].bfloat16().float()  # with more ties
     x[16, 0], x[16, 1:] = 2.0**-149, 0.0
+    x[17:] = (torch.arange(135, 163)[:, None] / 128 * (torch.arange(32) % 16 - 7.5)).view(7, 128)  # ties of BF16 scales
     return x
 
 

@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction
 import dither
 from dither import Cast, Stream
 from dither.ops.reference import adamw as masters
+from dither.ops.reference import weight_codes
 from dither.ops.reference.adamw import Piece, zero_state
 from dither.ops.reference.sampling import DTYPES
 from dither.ops.triton import adamw, levels, loss, matmul, mx_fp8, philox, quantize, rounding, sampling, scales, transforms
@@ -126,6 +127,12 @@ def calls() -> Iterator[str]:
     for turn, place in (("hadamard(16)", None), ("hadamard(128,redrawn)", moved.step.new_zeros(3))):
         for axis in (0, 1):
             transforms.transform(x, Cast.parse(f"mxfp4 nearest {turn}").turn, axis, place)
+            for text in ("nvfp4 stochastic(16)", "mxfp4 nearest", "mxfp8 nearest", "e2m1 tile(16) four_over_six nearest"):
+                cast = Cast.parse(f"{text} {turn}")
+                mine = moved if cast.round.bits else None
+                transforms.quantize(x, cast, axis, mine, place, cast.element)
+                if cast.scaling.kind != "four_over_six":
+                    transforms.quantize_values(x, cast, axis, mine, place)
         yield turn
     yield from level_calls()
     yield from product_calls()
@@ -244,6 +251,14 @@ def optimizer_calls() -> Iterator[str]:
         batch.square_sum(grads)
         batch.step(grads, constants, count[0], skip)
         yield f"adamw {update.weights} {update.states}"
+        for block in (0, 128) if update.weights != "kahan" and not update.master and update.states != "fp32" else ():
+            coded = [
+                replace(piece, w=codes, extra=scale, block=block)
+                for piece in pieces
+                for codes, scale in [weight_codes.encode(piece.w.float(), block, None)]
+            ]
+            adamw.Batch(coded, update).step(grads, constants, count[0], skip)
+            yield f"adamw {update.weights} {update.states}, weights in codes, block {block}"
         if update.master != "split":
             muon = adamw.MuonBatch([replace(piece, v=piece.m) for piece in pieces], update)
             for nesterov in (True, False):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from dither.errors import DitherError, UserError
+from dither.nn.sharded.gather import coded_of
 from dither.ops.backend import disable
 from dither.ops.ranks import as_matrix, local
 from dither.ops.reference.adamw import FORMATS
@@ -583,7 +584,8 @@ class Step:
     def _signature(self, active: list[Member], matrices: list[Tensor]) -> Any:
         optimizer, parameters = self.optimizer, [member.parameter for member in active]
         states_of = [state.values() for state in map(optimizer.state.get, parameters) if state]
-        tensors = [optimizer.steps, optimizer.skipped, *parameters, *chain.from_iterable(states_of)]
+        memory = [parameter if (coded := coded_of(parameter)) is None else coded.memory for parameter in parameters]
+        tensors = [optimizer.steps, optimizer.skipped, *memory, *chain.from_iterable(states_of)]
         return self._batches.signature(optimizer.backend, active, matrices, tensors)
 
     def _advance(self, squares: Tensor | None, found_inf: Tensor | None) -> None:

@@ -5,7 +5,7 @@ steps.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
+from dither.nn.sharded.gather import CodedWeight
 from dither.ops.backend import implementation
 from dither.ops.ranks import as_matrix, local, reduce_shards, shards, spread_over
 from dither.ops.reference.adamw import Piece, second_moment
@@ -258,7 +259,8 @@ class Batches:
         copies: list[tuple[Tensor, Tensor]] = []
         kinds: dict[Any, list[tuple[GradientOf, Piece]]] = {}
         for number, (member, matrix) in enumerate(zip(active, matrices, strict=True)):
-            work = member.oriented(local(member.parameter).detach())
+            coded = member.coded
+            work = member.oriented(local(member.parameter).detach()) if coded is None else coded.memory
             if matrix.numel() != work.numel():
                 raise UserError(
                     f"The gradient of {member.name} has {matrix.numel()} numbers and the parameter has {work.numel()}: "
@@ -272,9 +274,10 @@ class Batches:
             if member.muon:
                 rule = "nesterov" if member.group["nesterov"] else "momentum"
             ns_dtype = member.group["ns_dtype"] if member.muon else None
-            key = (member.update, work.dtype, (matrix.dtype, ns_dtype), spread_over(member.parameter), rule)
+            stored = (work.dtype, 0 if coded is None else coded.block)
+            key = (member.update, stored, (matrix.dtype, ns_dtype), spread_over(member.parameter), rule)
             work = as_matrix(work)
-            for rows, run, piece in _pieces(member, work, states[member.parameter]) if work.numel() else ():
+            for rows, run, piece in _pieces(member, work, coded, states[member.parameter]) if work.numel() else ():
                 whole = rows.stop - rows.start == work.shape[0]
                 kinds.setdefault(key, []).append((GradientOf(number, None if whole else rows, run), piece))
         batches = []
@@ -292,7 +295,7 @@ class Batches:
         return self.arranged[unit]
 
 
-def _pieces(member: Member, work: Tensor, state: State) -> Iterator[tuple[slice, int, Piece]]:
+def _pieces(member: Member, work: Tensor, coded: CodedWeight | None, state: State) -> Iterator[tuple[slice, int, Piece]]:
     """Yield (rows, number of the first run, piece) of a member whose local matrix is `work`: its shards, cut by sections."""
     tensors = {key: local(state[key]) for key in OWN if key in state and key != "step"}
     second = tensors["exp_avg"] if member.muon else tensors.pop("exp_avg_sq")
@@ -305,6 +308,10 @@ def _pieces(member: Member, work: Tensor, state: State) -> Iterator[tuple[slice,
         place = row, column, member.keys, member.index
         return Piece(work[rows], matrices["exp_avg"][rows], v, m_scale, v_scale, kept, *place, *shared)
 
+    if coded is not None:
+        extra, whole = coded.scales, slice(0, work.shape[0])
+        yield whole, 0, replace(piece(whole, as_matrix(second), 0, 0), extra=extra, block=coded.block)
+        return
     for shard in shards(member.oriented(member.parameter)):
         if member.role is None:
             rows = slice(shard.start, shard.end)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
+from dither.nn.sharded.gather import CodedWeight, coded_of
 from dither.ops.ranks import local, shards
 from dither.ops.reference.adamw import FORMATS, LOW
 from dither.optim.roles import Role, role_of, sections
@@ -84,8 +85,13 @@ class Member:
     @property
     def draws(self) -> bool:
         """Return whether a step of this parameter draws random bits."""
-        rounds = self.parameter.itemsize < 4 and not self.update.master and self.update.weights == "stochastic"
-        return rounds or self.update.draws_states
+        narrow = self.parameter.itemsize < 4 or self.coded is not None
+        return (narrow and not self.update.master and self.update.weights == "stochastic") or self.update.draws_states
+
+    @property
+    def coded(self) -> CodedWeight | None:
+        """Return the parameter if it exists only as codes, else None."""
+        return coded_of(self.parameter)
 
     @property
     def keys(self) -> tuple[int, int]:
@@ -138,6 +144,14 @@ class Member:
             raise UserError(
                 f"master={update.master!r} splits masters into bfloat16 weights and more bits, and the parameter {self.name!r} "
                 f"is {parameter.dtype}: use master='fp32'."
+            )
+        rules = {f"master={update.master!r}": update.master, "weights='kahan'": update.weights == "kahan"}
+        rules |= {"Adam-mini": self.role is not None, "Muon": self.muon}
+        kind = next((name for name, present in rules.items() if present), None)
+        if self.coded is not None and kind is not None:
+            raise UserError(
+                f"The parameter {self.name!r} exists only as FP8 codes, which AdamW rounds stochastically or to nearest, and "
+                f"{kind} was given: leave it out, or do not store weights as codes."
             )
         if update.in_blocks:
             for shard in shards(parameter):

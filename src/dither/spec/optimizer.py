@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dither.errors import UserError
+from dither.spec.cast import Cast
 from dither.spec.checks import did_you_mean
 from dither.spec.formats import TABLE, Format
 
@@ -110,6 +111,18 @@ class Update:
     def draws_states(self) -> bool:
         """Return True if rounding the moments takes random bits."""
         return self.state_rounding == "stochastic" and self.states != "fp32"
+
+
+def stores(cast: Cast) -> bool:
+    """Return True if a weight can be stored as the codes of a cast: E4M3, one scale for a tensor or a square, to nearest.
+
+    >>> stores(Cast.parse("e4m3 block(128)")), stores(Cast.parse("e4m3 tile(128)"))
+    (True, False)
+    """
+    square = cast.group.kind in ("tensor", "block")
+    return (
+        cast.format == "e4m3" and square and cast.scaling.kind == "fp32" and cast.round.kind == "nearest" and not cast.turn.size
+    )
 
 
 def state_bytes(states: str, block: int) -> float:

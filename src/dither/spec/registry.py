@@ -252,6 +252,7 @@ for _rule in (
     ScaleRule("four_over_six", about="nvfp4 for 6 or for 4, with the smaller squared error", storage="nvfp4", kernel=True),
     ScaleRule("eden", about="MS-EDEN: nvfp4, corrected per n values and rounded stochastically", arguments=1, storage="nvfp4"),
     ScaleRule("nvfp4", about="E4M3 per group and float32 per tensor", storage="nvfp4", kernel=True),
+    ScaleRule("nvfp4_fixed", about="nvfp4 with the tensor scale in brackets", arguments=1, storage="nvfp4", kernel=True),
     ScaleRule("delayed", about="float32, from the largest magnitudes of earlier steps", storage="delayed", kernel=True),
 ):
     SCALES.add(_rule)
