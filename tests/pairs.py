@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from dither import Cast, Stream, UserError
-from dither.ops.reference import adamw, loss, philox, quantize, rounding, sampling, transforms
+from dither.ops.reference import adamw, loss, mx_fp8, philox, quantize, rounding, sampling, transforms, weight_codes
 from dither.ops.reference import adamw as masters
 from dither.ops.reference.adamw import Piece
 from dither.ops.triton import adamw as kernel_adamw
+from dither.ops.triton import mx_fp8 as kernel_mx_fp8
 from dither.ops.triton import philox as kernel_philox
 from dither.ops.triton import quantize as kernel_quantize
 from dither.ops.triton import rounding as kernel_rounding
@@ -42,6 +43,7 @@ RULES = [
     "e2m1 tile(32) pow2_rtz stochastic(16)",
     "e4m3 block(16) pow2_round",
     "e2m1 tile(16) four_over_six",
+    "e2m1 tile(16) nvfp4_fixed(0.001)",
     "e2m1 block(16) four_over_six",
     "e4m3 tensor static(0.0123)",
     "e5m2 tensor static(3) stochastic(8)",
@@ -132,6 +134,59 @@ def check_quantize(
         wrong += differing(
             quantize.fake_quantize(x, cast, axis, draw, amax), kernel_quantize.fake_quantize(x, cast, axis, draw, amax)
         )
+    return wrong
+
+
+def mx_operand(rows: int, columns: int, seed: int, device: str, spread: int = 8) -> tuple[Tensor, Tensor]:
+    """MXFP4 codes and scales of groups whose exponents differ; some are zero, and in some rows of 128 they differ by far."""
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(-spread, spread, (rows, -(-columns // 32)), generator=generator)
+    exponents[rows // 2, ::3] -= 17
+    x = torch.ldexp(torch.randn(rows, columns, generator=generator), exponents.repeat_interleave(32, 1)[:, :columns])
+    x[1, :40], x[2] = 0.0, -0.0
+    values, scale, _ = quantize.quantize(x.to(device), Cast.parse("mxfp4"), 1, None, None, Format.parse("e2m1"))
+    return values, scale
+
+
+def check_mx_fp8(rows: int, columns: int, device: str) -> int:
+    """Codes, scales and counts; the layout of scales along the other axis; lost groups."""
+    wrong = 0
+    for seed, lost in ((1, False), (2, True)):
+        values, scale = mx_operand(rows, columns, seed, device)
+        if lost:
+            scale.view(torch.uint8)[rows // 3, 0] = 255
+            scale = scale.T.contiguous().T
+        found = [code.as_fp8(values, scale, columns) for code in (mx_fp8, kernel_mx_fp8)]
+        wrong += sum(map(differing, *found))
+        assert found[0][2].sum() > 0
+    return wrong
+
+
+def check_replaced(rows: int, columns: int, length: int, device: str) -> int:
+    """Blocks of the product that the kernel leaves as they are, or makes anew: integers, whose sums are exact in any order."""
+    generator = torch.Generator().manual_seed(3)
+    drawn = (torch.randint(-3, 4, (n, length), generator=generator).float().to(device) for n in (rows, columns))
+    a, b = (quantize.quantize(x, Cast.parse("mxfp4"), 1, None, None, Format.parse("e2m1"))[:2] for x in drawn)
+    counts = [torch.arange(-(-n // 128), dtype=torch.int32, device=device) % 2 for n in (rows, columns)]
+    found = []
+    for code in (mx_fp8, kernel_mx_fp8):
+        out = torch.full((rows, columns), -0.5, device=device)
+        code.replace_unfit(out, a, counts[0], b, 1 - counts[1], length)
+        found.append(out)
+    assert 0 < int((found[0] == -0.5).sum()) < rows * columns
+    return differing(*found)
+
+
+def check_transformed(x: Tensor, text: str, axis: int, offset: tuple[int, int] = (0, 0), container: str = "") -> int:
+    """Codes and BF16 numbers of one kernel, against the transform and then the cast."""
+    cast, place = Cast.parse(text), torch.tensor([5, 0, STREAM.key], device=x.device)
+    padded = x.new_empty(1).expand(transforms.padded_shape(x, cast.turn, axis))
+    draw, stored = draw_for(padded, cast.round, offset), Format.parse(container) if container else cast.element
+    found = [code.quantize(x, cast, axis, draw, place, stored) for code in (transforms, kernel_transforms)]
+    wrong = sum(map(differing, *found))
+    if cast.scaling.kind != "four_over_six" and not container:
+        found = [code.quantize_values(x, cast, axis, draw, place) for code in (transforms, kernel_transforms)]
+        wrong += sum(map(differing, *found))
     return wrong
 
 
@@ -353,6 +408,8 @@ class Size:
     run: int = 0
     """Adam-mini: rows that share a second moment, of which `lead` lie before the piece."""
     lead: int = 0
+    block: int = -1
+    """The weight is codes, one scale per square of this width (0: one scale); -1 if it is not."""
 
 
 def updates() -> list[Update]:
@@ -398,10 +455,12 @@ def pieces_of(
             extra = w.float()
         elif update.weights == "kahan" and dtype != torch.float32:
             extra = torch.zeros_like(w)
+        if size.block >= 0:
+            w, extra = weight_codes.encode(w.float(), size.block, None)
         keys = (Stream(1, "weight", str(number)).key, Stream(1, "moments", str(number)).key)
         place = (size.row, size.column, keys, number % 2, size.run, size.lead, size.run * size.columns)
         held = [None if t is None else _placed(t, size.shift) for t in (w, m, v, m_scale, v_scale, extra)]
-        found.append(Piece(*held, *place))
+        found.append(Piece(*held, *place, max(size.block, 0)))
     return found
 
 

@@ -448,7 +448,8 @@ def test_help_has_words_for_values_and_fits(name, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["memory", "formats", "doctor", "compare", "plan", "plan show", "plan diff", "plan auto",
-                                  "plan frontier", "advise", "bisect", "eval", "export", "inspect", "runs"])  # fmt: skip
+                                  "plan static", "plan frontier", "advise", "bisect", "eval", "export", "inspect",
+                                  "runs"])  # fmt: skip
 def test_commands_with_results_have_json(name):
     assert "--json" in cli._options(cli.COMMANDS[name].load())
 

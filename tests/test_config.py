@@ -211,6 +211,16 @@ MISTAKES = [
     ("[precision]\nmode = 'o2'\nrecipe = 'bf16-pure'", "use the mode 'bf16-rn' or 'bf16-sr' or 'bf16-kahan'"),
     ("[precision]\nrecipe = 'fp8-block'\nplan = 'x'", "both set the casts"),
     ("[precision]\nstates = 'e9m9'", "no precision.states='e9m9'"),
+    (
+        "[precision]\nweights = 'fp8'\nmode = 'o1'\nrecipe = 'fp8-current'",
+        "precision.mode='o1' keeps weights of its own: use the mode",
+    ),
+    ("[precision]\nweights = 'fp8'\nmode = 'bf16-sr'\nrecipe = 'mxfp8'", "recipe is 'mxfp8': choose one of fp8-current, "),
+    ("[precision]\nweights = 'fp8'\nmode = 'bf16-sr'", "needs a recipe that casts weights to e4m3"),
+    (
+        "[precision]\nweights = 'fp8'\nmode = 'bf16-sr'\nrecipe = 'fp8-current'\noutput = 'fp8-current'",
+        "precision.output is set",
+    ),
     ("[precision]\ngradients = 'fp8'", "no precision.gradients='fp8'.*choose from fp32, bf16, bf16-sr"),
     ("[loss_scaling]\ninit_scale = 1e9", "loss_scaling.init_scale is a number above 0 and at most loss_scaling.max_scale"),
     ("[loss_scaling]\nbackoff_factor = 2", "loss_scaling.backoff_factor is a number above 0 and below 1"),

@@ -102,6 +102,14 @@ def test_a_training_example_learns(name, monkeypatch, capsys):
     assert expected[name] in out
 
 
+def test_a_rollout_has_the_log_probabilities_of_the_step(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["rollout.py", "--steps", "2"])
+    runpy.run_path(str(ROOT / "examples" / "rollout.py"), run_name="__main__")
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert len(rows) == 2
+    assert all(float(apart) < 1e-5 for *_, apart in rows)  # of log-probabilities around -4
+
+
 def _fsdp2(rank: int, size: int, port: int, folder: Path) -> None:
     """Run the example as torchrun would start it, with the folder of the examples in front of the path."""
     set_up(rank, size, port)

@@ -582,6 +582,22 @@ def test_mistakes_leave_nothing_behind(make, options, message, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("kind", "largest"), [("F16", 65504), ("Q8_0", 65504 * 127), ("Q4_0", 65504 * 8)])
+def test_numbers_beyond_float16_scales_are_refused(kind, largest, tmp_path):
+    width = 80 if kind == "F16" else 96
+    model = build(LlamaConfig(hidden_size=64, intermediate_size=width, **SIZES))
+    weight = model.get_parameter("model.layers.0.mlp.down_proj.weight")
+    with torch.no_grad():
+        weight[0, 0] = -largest
+    format = "gguf-q8_0" if kind == "F16" else f"gguf-{kind.lower()}"
+    dither.export(model, tmp_path / "model.gguf", format=format, check=True)
+    with torch.no_grad():
+        weight[0, 0] = largest * 1.001
+    with pytest.raises(UserError, match=f"'blk.0.ffn_down.weight' has numbers beyond the range of {kind}: use --format"):
+        dither.export(model, tmp_path / "other.gguf", format=format)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
+
+
 def test_scaled_rotary_embeddings_windows_and_existing_files_are_refused(tmp_path):
     rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 1e4}
     rope |= {"original_max_position_embeddings": 32}

@@ -11,12 +11,15 @@ from safetensors.torch import load_file, save_file
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dither import checkpoint, cli
+from dither import Cast, LayerPrecision, Plan, checkpoint, cli, convert, export, rollout_weights, step_context
 from dither.data import train_bpe
 from dither.errors import UserError
 from dither.exporting.record import load
-from dither.models import hf
+from dither.models import build, hf
+from dither.models.lora import adapt
+from dither.models.sizes import Lora
 from dither.nn.frozen import frozen_weights
+from dither.spec.deployment import DEPLOYMENTS
 
 transformers = Lazy("transformers")
 
@@ -227,6 +230,9 @@ def test_adapters_train_on_the_codes_of_a_folder_and_resume_bit_for_bit(layout, 
     assert dither("train", "--resume", halves) == 0
     again = checkpoint.load(halves / "checkpoints" / "step-00000002")[0]
     assert all(torch.equal(again[name], saved[name]) for name in saved)
+    words = ["export", run, "--merge", "--format", "fp8-block", "--device", "cpu"]
+    assert dither(*words, "-o", tmp_path / "merged") == 0
+    assert "of the base without its adapters" in capsys.readouterr().out
     assert dither("eval", folder, "--data", text, "--sequence", 16, "--sequences", 2, "--against", run, "--device", "cpu") == 0
     assert dither("generate", folder, "--prompt", "1 +", "--tokens", 2, "--device", "cpu") == 0
     if layout == "qwen":  # all layers of its blocks are in codes
@@ -234,6 +240,15 @@ def test_adapters_train_on_the_codes_of_a_folder_and_resume_bit_for_bit(layout, 
             dither("train", "--from", folder, "--data", text, *WORDS, "precision.recipe=mxfp8", "--out", tmp_path / "no") == 2
         )
         assert "its weight is frozen, and exists only as codes" in capsys.readouterr().err
+
+
+def test_a_merge_is_cast_only_if_that_keeps_what_adapters_learned(tmp_path):
+    losses = {"evaluate": lambda model, left=[2.0, 2.2] * 2: left.pop(0)}
+    with pytest.raises(UserError, match=r"is 3.0000 of the base, 2.0000 with adapters, and 2.2000 merged and cast"):
+        export(build("tiny"), tmp_path / "lost", format="mxfp4", loss_base=3.0, **losses)
+    assert not (tmp_path / "lost").exists()
+    kept = export(build("tiny"), tmp_path / "kept", format="mxfp4", loss_base=4.1, **losses)
+    assert "of the base without its adapters 4.1000" in str(kept)
 
 
 # Refusals -------------------------------------------------------------------------------------------------------------
@@ -295,3 +310,56 @@ def test_a_missing_shard_is_named(tmp_path):
     (folder / "model-1.safetensors").unlink()
     with pytest.raises(UserError, match=r"model-1.safetensors is missing, and model.safetensors.index.json needs it"):
         hf(folder, codes=True)
+
+
+# Rollouts -------------------------------------------------------------------------------------------------------------
+
+
+def same_bytes(ours, theirs):
+    raw = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (ours, theirs)]
+    return (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape) and torch.equal(*raw)
+
+
+def rolled(model):
+    """All tensors of a rollout, each name once."""
+    weights = list(rollout_weights(model))
+    tensors = {name: tensor for weight in weights for name, tensor in weight.tensors.items()}
+    assert sum(len(weight.tensors) for weight in weights) == len(tensors)
+    assert all(weight.codes is tensors[weight.name] for weight in weights)
+    return tensors
+
+
+@pytest.mark.parametrize("layout", ["qwen", "gpt-oss", "nvfp4", "int4"])
+def test_a_rollout_of_a_frozen_base_has_the_bytes_of_its_file(layout, tmp_path):
+    folder = write(tmp_path / "model", layout)
+    model = hf(folder, codes=True)
+    adapt(model, Lora(rank=2, targets=("q_proj",)), seed=0)
+    ours, theirs = rolled(model), load_file(folder / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(same_bytes(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize(
+    ("config", "format"), [(MOE, "fp8-block"), (MOE, "mxfp4"), (LLAMA, "int4-g32"), (LLAMA, "fp8-dynamic")]
+)
+def test_a_rollout_of_a_step_has_the_bytes_of_the_export(config, format, tmp_path):
+    model = hf({name: value for name, value in config.items() if name != "architectures"})
+    export(model, tmp_path / "exported", format=format)
+    theirs = load_file(tmp_path / "exported" / "model.safetensors")
+    convert(model, Plan(default=LayerPrecision(weight=DEPLOYMENTS[format].cast)))
+    with pytest.raises(UserError, match=r"holds no codes: call rollout_weights inside of dither.step_context"):
+        rolled(model)
+    with step_context(model, step=0):
+        ours = rolled(model)
+    assert ours.keys() == theirs.keys()
+    assert all(same_bytes(ours[name], theirs[name]) for name in theirs)
+
+
+def test_rollouts_that_engines_would_read_wrongly_are_refused():
+    small = {**LLAMA, "num_hidden_layers": 1}
+    del small["architectures"]
+    for cast, words in (("nvfp4", "tensor scales of its own in q_proj and k_proj"), ("e3m2 row", "which no engine reads")):
+        model = hf(small)
+        convert(model, Plan(default=LayerPrecision(weight=Cast.parse(cast))))
+        with step_context(model, step=0), pytest.raises(UserError, match=words):
+            rolled(model)

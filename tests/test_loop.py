@@ -77,6 +77,7 @@ KINDS = {
     "sampled": ["precision.sampling.guidance=[{kind='bitwidth_loss', weight=0.1}]"],
     "bf16-sr": ["precision.mode=bf16-sr", *TINY],
     "8-bit states": ["precision.states=dynamic8", "optim.schedule=wsd"],
+    "fp8 weights": ["precision.weights=fp8", "precision.recipe=fp8-current", "precision.states=dynamic4", *TINY],
     "adam-mini": ["optim.optimizer=adam-mini", "model.preset=tiny"],
     # The scale overflows at first, is halved, and grows again on both sides of the checkpoint.
     "fp16": ["precision.mode=fp16", *TINY, "loss_scaling.init_scale=524288.0", "loss_scaling.growth_interval=2"],

@@ -186,6 +186,8 @@ def test_static_parts_are_bytes_per_parameter():
     assert resident(mode="o2", gradients="bf16") == 16
     assert resident(mode="bf16-sr", states="dynamic8") == pytest.approx(6.0625)
     assert resident(mode="bf16-sr", states="dynamic4") == pytest.approx(5.0625)
+    saved = resident(mode="bf16-sr") - resident(mode="bf16-sr", weights="fp8")
+    assert saved == pytest.approx(shape.block_weights / shape.parameters)
     assert resident(mode="bf16-sr", optimizer="adam-mini") == 6
     # The guide: AdamW in FP32 has 12 bytes of states and weights, in INT8 6 (blocks of 2048).
     guide = estimate(shape, Setting(mode="o1", states="int8", state_block=2048), StepPasses(sequence=64)).parts

@@ -15,12 +15,13 @@ from torch.utils.checkpoint import checkpoint
 from worlds import on_ranks
 
 import dither
-from dither import LayerPrecision, Plan, UserError, recipe
+from dither import LayerPrecision, Plan, UserError, cli, recipe
 from dither import checkpoint as checkpoints
 from dither.nn import Linear
 from dither.nn.convert import Conversion
 from dither.nn.experts import ExpertsLinear
 from dither.numerics import Monitor
+from dither.numerics.calibration import magnitudes_of, static_plan
 from dither.numerics.counts import COUNTS, cast_counts, gradient_margin
 from dither.numerics.monitor import last_update
 from dither.optim import AdamMini, AdamW
@@ -497,3 +498,49 @@ def test_the_progress_tells_what_is_wrong(capsys):
         progress.show({"kind": "numerics", "step": 5, "problems": []})
         progress.show({"kind": "numerics", "step": 6, "problems": ["Something is wrong."]})
     assert capsys.readouterr().out == "step 6/10  numerics: Something is wrong.\n"
+
+
+# Static scales ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_gives_static_scales_to_its_plan(text, tmp_path, capsys):
+    """From the lines of the monitor, by the command; a layer with the plan casts as one that measures, but for the scale."""
+    out, path = tmp_path / "run", tmp_path / "plan.json"
+    train(settings(text, out, "run.steps=1", "precision.recipe=fp8-current", "monitor.every=1"))
+    assert cli.main(["plan", "static", str(out), "--headroom", "1.5", "-o", str(path)]) == 0
+    plan, found = Plan.load(path), lines(out, "numerics")
+    for index, layer in enumerate(found[0]["layers"]):
+        for operand, limit in (("input", 448), ("weight", 448), ("grad", 57344)):
+            cast = getattr(plan.for_layer(layer["name"]), operand)
+            amax = max(line["layers"][index][operand]["amax"] for line in found)
+            assert amax * 1.5 / limit <= cast.scaling.arguments[0] <= amax * 1.5 / limit * 1.0011
+    names = [name for name, _ in plan.layers]
+    layers = [Linear(64, 32, precision=each, name="up") for each in (plan.for_layer(names[0]), recipe("fp8-current").default)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    one, other = (layer(torch.full((4, 64), 1e-3)) for layer in layers)
+    assert torch.allclose(one, other, rtol=0.1, atol=1e-4)
+    assert not torch.equal(one, other)
+    capsys.readouterr()
+    metrics = out / "metrics.jsonl"
+    kept = [line for line in metrics.read_text().splitlines(keepends=True) if '"numerics"' not in line]
+    assert cli.main(["plan", "static", str(out), "--headroom", "0.5"]) == 2
+    metrics.write_text("".join(kept))
+    assert cli.main(["plan", "static", str(out)]) == 2
+    said = capsys.readouterr().err
+    assert "from 1 on, not 0.5" in said
+    assert "has measured no magnitudes" in said
+
+
+def test_static_scales_are_for_whole_tensors():
+    model = net("fp8-row")
+    monitor = Monitor(model)
+    with monitor.step(0):
+        model(data()).square().mean().backward()
+    known = magnitudes_of([monitor.report])
+    assert known["0"]["input"] == data().abs().max().item()
+    with pytest.raises(UserError, match="No operand of this plan"):
+        static_plan(recipe("fp8-row"), known)
+    mixed = Plan(default=LayerPrecision.of("e4m3 tensor", "e4m3 row", "e4m3 row", {"weight_grad.input": "e5m2 tensor"}))
+    made = static_plan(mixed, known, headroom=1).for_layer("0")
+    assert made.input.scaling.kind == made.cast("weight_grad", "input").scaling.kind == "static"
+    assert made.weight == made.grad == Cast.parse("e4m3 row")

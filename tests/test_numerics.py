@@ -11,6 +11,7 @@ from gfloat import RoundMode
 
 from dither.numerics import counts as numerics
 from dither.numerics.counts import COUNTS, cast_counts, exponent_counts, required_factor, spacing, update_counts
+from dither.ops.reference import mx_fp8
 from dither.ops.reference import scales as scaling
 from dither.spec import Cast
 from dither.spec.formats import Format
@@ -33,7 +34,7 @@ def counted(x: np.ndarray, cast: str | Cast) -> dict[str, float]:
 
 def one_by_one(x: np.ndarray, cast: str) -> np.ndarray:
     """bool[3, n] clipped, flushed and subnormal of each number by itself; an unscaled cast."""
-    counts = [cast_counts(torch.tensor([each]), Cast.parse(cast)).counts[3:] for each in x.tolist()]
+    counts = [cast_counts(torch.tensor([each]), Cast.parse(cast)).counts[3:6] for each in x.tolist()]
     return torch.stack(counts).bool().numpy().T
 
 
@@ -149,9 +150,9 @@ def test_scaled_counts_follow_from_the_scales_and_the_format(cast, axis, shape):
             multiply, restore = oracles.scale_of(abs(group).max(), cast.format, cast.scaling.kind, tensor, False)
         if restore is not None:
             scales.append(restore if tensor is None else np.float32(restore * tensor))
-        total += cast_counts(torch.from_numpy(group * multiply), plain).counts[3:].numpy()
+        total += cast_counts(torch.from_numpy(group * multiply), plain).counts[3:6].numpy()
     found = cast_counts(torch.from_numpy(x), cast, axis)
-    assert found.counts[3:].tolist() == total.tolist()
+    assert found.counts[3:6].tolist() == total.tolist()
     assert total[1] > 0
     assert sorted(found.scale.tolist()) == sorted(np.array(scales, np.float64).tolist())
     assert found.amax.item() == abs(x).max()
@@ -168,10 +169,26 @@ def test_numbers_that_are_not_finite_count_apart():
     x = torch.tensor([math.nan, math.inf, -math.inf, 1.0, 500.0, 0.0])
     found = cast_counts(x, Cast("e4m3"))
     assert dict(zip(COUNTS, found.counts.tolist(), strict=True)) == {
-        "elements": 6, "zeros": 1, "nonfinite": 3, "clipped": 1, "flushed": 0, "subnormal": 0,
+        "elements": 6, "zeros": 1, "nonfinite": 3, "clipped": 1, "flushed": 0, "subnormal": 0, "unfit": 0,
     }  # fmt: skip
     assert found.amax.item() == 500
-    assert cast_counts(torch.zeros(0, 4), Cast("e4m3")).counts.tolist() == [0.0] * 6
+    assert cast_counts(torch.zeros(0, 4), Cast("e4m3")).counts.tolist() == [0.0] * 7
+
+
+def test_numbers_in_tiles_that_fp8_does_not_hold():
+    """As the product counts them: one tile of 128, along either axis, with exponents 15 apart; zeros have no exponent."""
+    x = torch.zeros(3, 300)
+    x[0, 0], x[0, 40], x[1, 0], x[1, 40], x[2, 0], x[2, 200] = 1.0, 2.0**-15, 1.0, 2.0**-14, 1.0, 2.0**-60
+    for text, axis, unfit in (
+        ("mxfp4", 1, 128),
+        ("mxfp4 stochastic(16)", 0, 128),
+        ("mxfp8", 1, 0),
+        ("e2m1 tile(16) pow2", 1, 0),
+    ):
+        found = cast_counts(x if axis == 1 else x.T, Cast.parse(text), axis)
+        assert dict(zip(COUNTS, found.counts.tolist(), strict=True))["unfit"] == unfit
+    values, scale, _ = torch.ops.dither.quantize(x, "mxfp4", 1, None, "", 0, None, 0, 0, "reference")
+    assert mx_fp8.as_fp8(values, scale, 300)[2].tolist() == [1]
 
 
 def test_spacing_is_that_of_the_format():
@@ -218,5 +235,15 @@ def test_summary_and_medians():
     groups = [[1.0, 2.0, 0.0, 0.0], [0.0] * 4, [6.0, 12.0, 0.0, 0.0], [1.0, 24.0, 3.0, 0.0]]
     line = numerics.summary(cast_counts(torch.tensor(groups), Cast.parse("e2m1 tile(4)")))
     # Scales are amax / 6: 1/3, 1 for the group of zeros, 2 and 4.
-    assert line[6:].tolist() == [24.0, float(scaling._quotient(torch.tensor(2.0), 6.0)), 1.0, 4.0]
+    assert line[7:].tolist() == [24.0, float(scaling._quotient(torch.tensor(2.0), 6.0)), 1.0, 4.0]
     assert numerics.median(torch.arange(10.0 * numerics.SAMPLE)).item() == pytest.approx(5 * numerics.SAMPLE, rel=1e-4)
+
+
+@pytest.mark.parametrize(("cast", "clipped"), [("q4_0", 1), ("int4-g32", 1), ("q8_0", 0)])
+def test_counts_of_casts_of_other_libraries(cast, clipped):
+    # Q4_0 takes 8 to -8 and -7.9 to 7. The scale of int4 is 8 / 7.5: 8 becomes 7.5 and then 7, a tie, and -7.9 stays -7.4.
+    x = np.array([8, -7.9, 0.02, 0, *[4] * 28], np.float32)
+    if cast == "int4-g32":
+        x[0] = 8.1  # whose scale in bfloat16 is a little smaller
+    found = counted(x, cast)
+    assert (found["clipped"], found["flushed"], found["zeros"], found["subnormal"]) == (clipped, 1, 1, 0)

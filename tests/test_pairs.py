@@ -153,6 +153,40 @@ def test_transforms(text: str, device: str) -> None:
             assert pairs.check_transform(x.T.contiguous().T, text, axis) == 0
 
 
+TRANSFORMED = [
+    "nvfp4 stochastic(16) hadamard(16)",
+    "nvfp4 nearest hadamard(128,redrawn)",
+    "mxfp4 stochastic(8) hadamard(64,redrawn)",
+    "mxfp8 nearest hadamard(32,plain)",
+    "e2m1 tile(16) four_over_six nearest hadamard(16)",
+    "e4m3 tile(128) fp32 nearest hadamard(32)",
+]
+
+
+@pytest.mark.sampled(without=[TRANSFORMED[1], TRANSFORMED[3], TRANSFORMED[5]])
+@pytest.mark.parametrize("text", TRANSFORMED)
+def test_transforms_and_casts_at_once(text: str, device: str) -> None:
+    """Whole tiles and ragged ones, other strides, shards, lost groups, and FP4 as FP8 codes."""
+    x = pairs.hard_values(37, 150, torch.bfloat16, 10, device)
+    for axis in (0, 1):
+        assert pairs.check_transformed(x, text, axis, (3, 8)) == 0
+        assert pairs.check_transformed(x.T.contiguous().T.float(), text, axis, (1, 3)) == 0
+    lost = pairs.hard_values(64, 128, torch.float32, 11, device)
+    lost[3, 5], lost[40, 100] = torch.nan, torch.inf
+    assert pairs.check_transformed(lost, text, 1) == 0
+    if "e4m3" not in text and "mxfp8" not in text and "nvfp4" not in text:
+        assert pairs.check_transformed(x, text, 0, container="e4m3") == 0
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(64, 512), (45, 336)])
+def test_mxfp4_as_fp8(rows: int, columns: int, device: str) -> None:
+    assert pairs.check_mx_fp8(rows, columns, device) == 0
+
+
+def test_blocks_that_do_not_fit(device: str) -> None:
+    assert pairs.check_replaced(200, 300, 336, device) == 0
+
+
 @pytest.mark.parametrize("text", pairs.RULES)
 def test_scale_rules(text: str, device: str) -> None:
     x = pairs.hard_values(37, 83, torch.bfloat16, 9, device)
@@ -405,6 +439,17 @@ def test_adamw(number: int, share: int, device: str) -> None:
 
 
 @pytest.mark.usefixtures("short_programs")
+@pytest.mark.parametrize(
+    ("block", "states", "weights"), [(0, "bf16", "stochastic"), (32, "dynamic4", "stochastic"), (128, "companded8", "nearest")]
+)
+def test_adamw_of_weights_in_codes(block: int, states: str, weights: str, device: str) -> None:
+    """Squares that rows and columns end in, tiles that run over rows, groups of zeros, and a gradient that is not finite."""
+    sizes = [pairs.Size(34, 96, block=block), pairs.Size(33, 40, block=block), pairs.Size(2, 129, block=block)]
+    special = (torch.inf,) if weights == "nearest" else ()
+    assert pairs.check_adamw(sizes, torch.bfloat16, Update(weights, states, block=32), device, special=special) == 0
+
+
+@pytest.mark.usefixtures("short_programs")
 def test_ties_of_split_masters_whose_moments_are_zero(device: str) -> None:
     """Their last bit is the sign of a zero, which `0 - v` would lose."""
     masters_of = (torch.arange(0x3F00, 0x4000, dtype=torch.int32) << 16) + 0x8000
@@ -517,6 +562,43 @@ def test_adam_mini_of_shards(device: str) -> None:
         after.append((batch.pieces, sums))
     assert all(torch.equal(a, b) for a, b in zip(after[0][1], after[1][1], strict=True))
     assert pairs.differing_pieces(after[0][0], after[1][0], update) == 0
+
+
+@pytest.mark.sampled(cover=1)
+@pytest.mark.usefixtures("short_programs")
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize(
+    "update",
+    [
+        Update("stochastic", "bf16"),
+        Update("nearest", "companded8", block=32, master="split24"),
+        Update("kahan", "fp32"),
+        Update("nearest", "e4m3", "stochastic", block=32, master="fp32"),
+        Update("stochastic", "dynamic4", block=32),
+    ],
+)
+def test_muon(update: Update, nesterov: bool, device: str) -> None:
+    """Both passes: momentum, which leaves its direction in the gradients, and moves along what has become of that."""
+    sizes = [pairs.Size(3, 128), pairs.Size(5, 40, row=3, column=32), pairs.Size(2, 13, shift=3)]
+    start = pairs.pieces_of(sizes, torch.bfloat16, update, 50, device)
+    hyper = torch.tensor([[1e-2, 0.0, 0.95, 1e-7, 0.1, 1.0, 1.0], [3e-3, 0.0, 0.8, 1e-7, 0.0, 1.0, -1.0]], dtype=torch.float64)
+    after = []
+    for code in (adamw, kernel_adamw):
+        pieces = pairs.copies(start)
+        batch, count = code.MuonBatch(pieces, update), torch.zeros(3, dtype=torch.int64, device=device)
+        seen = []
+        for step, dtype in enumerate((torch.bfloat16, torch.bfloat16) if nesterov else (torch.float32,)):
+            constants, _, skip = code.prepare(hyper.to(device), count[:2], count[2], None, None, None, 0.0)
+            # Above 8e37 the factor of a block is subnormal, and the dynamic maps of kernel and reference differ.
+            grads = [grad.clamp(-3e37, 3e37) for grad in pairs.gradients_of(pieces, dtype, 90 * step, False, ())]
+            batch.momentum(grads, constants, count[0], skip, nesterov=nesterov)
+            along = [torch.linspace(-1.5, 1.5, grad.numel(), device=device).view_as(grad).to(dtype) for grad in grads]
+            batch.step(along, constants, count[0], skip)
+            seen += grads
+        after.append((pieces, seen))
+    assert pairs.differing_pieces(after[0][0], after[1][0], update) == 0
+    assert sum(pairs.differing(a, b) for a, b in zip(after[0][1], after[1][1], strict=True)) == 0
+    assert all(not torch.equal(piece.w, first.w) for piece, first in zip(after[1][0], start, strict=True))
 
 
 PREPARED = [

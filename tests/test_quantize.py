@@ -1,5 +1,6 @@
 """Quantizing: real storage, back from it, and the round trip without it, over shapes, axes, groups and roundings."""
 
+import dataclasses
 import itertools
 import math
 from fractions import Fraction
@@ -542,6 +543,7 @@ def hard_groups() -> torch.Tensor:
     x[8], x[9] = -x[7], torch.randint(-16, 17, (128,), generator=torch.Generator().manual_seed(1)) / 2
     x[10:16] = x[10:16].bfloat16().float()  # with more ties
     x[16, 0], x[16, 1:] = 2.0**-149, 0.0
+    x[17:] = (torch.arange(135, 163)[:, None] / 128 * (torch.arange(32) % 16 - 7.5)).view(7, 128)  # ties of BF16 scales
     return x
 
 
@@ -582,6 +584,7 @@ def test_casts_of_other_libraries_follow_their_definitions(name, kind, size):
     assert same_bits(q.dequantize(), read)
     assert same_bits(dither.fake_quantize(x, name), read)
     assert same_bits(dither.quantize(x.T, name, axis=0).dequantize(), read.T)
+    assert same_bits(dataclasses.replace(q, cast=q.cast.codes).dequantize(backend="kernel"), read)
 
 
 @pytest.mark.parametrize("name", ["int4-g32", "q4_0", "q8_0"])

@@ -175,6 +175,7 @@ def results(kind: str, memory: MemoryOptions, compiled: bool, recompute: bool = 
     return gradients(layer, x, dy, step=5)
 
 
+@pytest.mark.sampled(without=["memory2-True-False-quartet", "memory3-True-False-quartet"])
 @pytest.mark.parametrize("kind", PRECISIONS)
 @pytest.mark.parametrize(
     ("memory", "compiled", "recompute"),

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from dither import nn as nn
     from dither import optim as optim
     from dither.evaluate import deploy, plan_from_bitwidths
-    from dither.exporting import export
+    from dither.exporting import export, rollout_weights
     from dither.models import output_loss
+    from dither.models.deployment import qat
     from dither.nn import Linear, bitwidth_loss, capture_passes, effective_precision, sampling_parameters, step_context
     from dither.nn.compile import compile_blocks as compile
     from dither.nn.convert import Conversion, convert
@@ -36,8 +37,9 @@ __all__ = [
     "Monitor", "NamedCast", "PerformanceWarning", "Plan", "PlanSchedule", "Quantized", "Recipe", "RoundingRule", "Sampling",
     "ScaleRule", "Stream", "Transform", "UserError", "WeightDecay", "amax", "auto_plan", "bitwidth_loss",
     "capture_passes", "compile", "convert", "deploy",
-    "effective_precision", "export", "fake_quantize", "output_loss", "parallelize", "plan_from_bitwidths", "quantize",
-    "quantize_both", "recipe", "register", "round_to", "safe_bitwidth", "sample", "sampling_parameters", "step_context",
+    "effective_precision", "export", "fake_quantize", "output_loss", "parallelize", "plan_from_bitwidths", "qat", "quantize",
+    "quantize_both", "recipe", "register", "rollout_weights", "round_to", "safe_bitwidth", "sample", "sampling_parameters",
+    "step_context",
 ]  # fmt: skip
 """What users call. Everything else is reached by its module, such as `dither.nn.param_groups`."""
 
@@ -54,8 +56,9 @@ __getattr__ = lazily(
         "dither.spec.recipes": "Recipe recipe",
         "dither.spec.registry": "RoundingRule ScaleRule Transform register",
         "dither.spec.schedule": "PlanSchedule",
+        "dither.models.deployment": "qat",
         "evaluate": "deploy plan_from_bitwidths",
-        "exporting": "export",
+        "exporting": "export rollout_weights",
         "models": "output_loss",
         "nn": "Conversion Linear bitwidth_loss capture_passes compile convert effective_precision sampling_parameters "
         "step_context",

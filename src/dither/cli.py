@@ -68,6 +68,7 @@ COMMANDS = {
     "plan show": Command("plan", "show"),
     "plan diff": Command("plan", "diff"),
     "plan auto": Command("plan", "auto", long=True),
+    "plan static": Command("plan", "static"),
     "plan frontier": Command("plan", "frontier", long=True),
     "inspect": Command("inspect", "inspect", long=True),
     "bisect": Command("bisect", "bisect", long=True),

@@ -147,10 +147,51 @@ def test_an_int8_layer_has_the_bits_of_the_cpu() -> None:
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="a Hopper GPU's units")
 def test_the_self_test_passes_the_units_of_hopper() -> None:
     checks = {check.name: check for check in doctor.units_checks("cuda")}
-    for name in ("fp8-tensor", "fp8-row", "fp8-group"):
+    for name in ("fp8-tensor", "fp8-row", "fp8-group", "fp8-mxfp4"):
         assert checks[name].passed, checks[name].note
     for name in ("mxfp8", "mxfp4", "nvfp4"):
         assert not checks[name].passed
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="a Hopper GPU's units")
+@pytest.mark.parametrize("size", [(304, 384, 512), (1000, 48, 1408), (2048, 2048, 4096)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mxfp4_on_fp8_units(size: tuple, dtype: torch.dtype) -> None:
+    """With rows whose exponents FP8 does not hold in one operand, in both, and in none.
+
+    FP8 units keep 13 bits below the largest of 32 products, so that 128 of them lose less than 2^-8 of the sum of |a||b|.
+    """
+    for wild in ((), (0,), (0, 1)):
+        x, y, bias = data(*size)
+        for side, each in enumerate((x, y)):
+            if side in wild:
+                each[len(each) // 2, ::64] *= 2.0**30
+        left, right = operand(x, "mxfp4"), operand(y, "mxfp4")
+        result = matmul.product(left, right, bias, dtype, fast=False, emulate=False, where="", verified="fp8-mxfp4")
+        a, b = numbers(x, "mxfp4"), numbers(y, "mxfp4")
+        wanted = a @ b.T + bias.double()
+        rounding = 2.0**-8 + (2.0**-8 if dtype == torch.bfloat16 else 0.0)
+        assert bool(((result.double() - wanted).abs() <= rounding * (a.abs() @ b.abs().T + bias.double().abs())).all())
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="a Hopper GPU's units")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_layer_of_mxfp4_on_fp8_units(compiled: bool) -> None:
+    results = []
+    for verified in ((), ("fp8-mxfp4",)):
+        torch.manual_seed(0)
+        layer = Linear(
+            512, 384, False, "cuda", torch.bfloat16, precision=RECIPES["mxfp4"].plan.default, name="up", verified=verified
+        )
+        assert set(layer.engines("cuda").values()) == {"fp8-mxfp4" if verified else "bf16"}
+        call = torch.compile(layer, fullgraph=True) if compiled else layer
+        x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        with step_context(layer, step=1):
+            y = call(x)
+            y.backward(torch.randn(256, 384, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).bfloat16())
+        results.append([y.detach().float(), x.grad.float(), layer.weight.grad.float()])
+    for one, other in zip(*results, strict=True):
+        assert float((one - other).abs().max() / other.abs().max()) < 2.0**-7
 
 
 def test_a_record_of_this_machine_is_taken(tmp_path) -> None:

@@ -52,12 +52,28 @@ def test_scale_rules(text: str) -> None:
     assert pairs.check_quantize(x, Cast.parse(text), 0) == 0
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(4096, 8192), (3001, 1392)])
+def test_mxfp4_as_fp8(rows: int, columns: int) -> None:
+    assert pairs.check_mx_fp8(rows, columns, "cuda") == 0
+    assert pairs.check_replaced(rows, 272, columns, "cuda") == 0
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("text", ["hadamard(16)", "hadamard(32,plain)", "hadamard(64,redrawn)", "hadamard(128)"])
 def test_transforms(text: str, axis: int) -> None:
     x = big(torch.bfloat16, 4)[:2504]
     assert pairs.check_transform(x, text, axis) == 0
     assert pairs.check_transform(x.float()[:, :1001], text, axis) == 0
+    for cast in (
+        "nvfp4 stochastic(16)",
+        "nvfp4 nearest",
+        "mxfp4 stochastic(16)",
+        "mxfp8 nearest",
+        "e4m3 tile(128) fp32 nearest",
+    ):
+        assert pairs.check_transformed(x, f"{cast} {text}", axis, (3, 8)) == 0
+        assert pairs.check_transformed(x.float()[:, :1001], f"{cast} {text}", axis) == 0
+    assert pairs.check_transformed(x, f"e2m1 tile(16) four_over_six nearest {text}", axis) == 0
 
 
 @pytest.mark.parametrize(

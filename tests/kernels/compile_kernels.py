@@ -18,9 +18,10 @@ from triton.runtime.jit import JITFunction
 import dither
 from dither import Cast, Stream
 from dither.ops.reference import adamw as masters
+from dither.ops.reference import weight_codes
 from dither.ops.reference.adamw import Piece, zero_state
 from dither.ops.reference.sampling import DTYPES
-from dither.ops.triton import adamw, levels, loss, matmul, philox, quantize, rounding, sampling, scales, transforms
+from dither.ops.triton import adamw, levels, loss, matmul, mx_fp8, philox, quantize, rounding, sampling, scales, transforms
 from dither.ops.triton import loss as loss_codes
 from dither.ops.triton import quantize as transposing
 from dither.ops.triton.quantize_128 import CASTS as IN_SQUARES
@@ -126,6 +127,12 @@ def calls() -> Iterator[str]:
     for turn, place in (("hadamard(16)", None), ("hadamard(128,redrawn)", moved.step.new_zeros(3))):
         for axis in (0, 1):
             transforms.transform(x, Cast.parse(f"mxfp4 nearest {turn}").turn, axis, place)
+            for text in ("nvfp4 stochastic(16)", "mxfp4 nearest", "mxfp8 nearest", "e2m1 tile(16) four_over_six nearest"):
+                cast = Cast.parse(f"{text} {turn}")
+                mine = moved if cast.round.bits else None
+                transforms.quantize(x, cast, axis, mine, place, cast.element)
+                if cast.scaling.kind != "four_over_six":
+                    transforms.quantize_values(x, cast, axis, mine, place)
         yield turn
     yield from level_calls()
     yield from product_calls()
@@ -145,7 +152,15 @@ def level_calls() -> Iterator[str]:
 
 
 def product_calls() -> Iterator[str]:
-    """Groups on 16-bit units: both formats, tiles and blocks, one operand without scales, short steps."""
+    """MXFP4 on FP8 units. Groups on 16-bit units: both formats, tiles and blocks, one operand without scales, short steps."""
+    for rows, columns in ((256, 512), (200, 336)):
+        cast = Cast.parse("mxfp4")
+        values, scale, _ = quantize.quantize(torch.zeros(rows, columns), cast, 1, None, None, cast.element)
+        unfit = mx_fp8.as_fp8(values, scale, columns)[2]
+        for dtype in (torch.bfloat16, torch.float32):
+            out = torch.zeros(rows, rows, dtype=dtype)
+            mx_fp8.replace_unfit(out, (values, scale), unfit, (values, scale), unfit, columns)
+    yield "MXFP4 as FP8"
     pairs = [("e4m3 tile(128)", "e4m3 block(128)"), ("e2m1 tile(16)", "e4m3 tile(128)"), ("", "e4m3 block(64)")]
     for a, b in pairs:
         for dtype in (torch.bfloat16, torch.float16):
@@ -216,7 +231,7 @@ UPDATES = [
 
 
 def optimizer_calls() -> Iterator[str]:
-    """A step of AdamW with whole rows of blocks and with ragged ones, and of Adam-mini."""
+    """A step of AdamW with whole rows of blocks and with ragged ones, of Muon and of Adam-mini."""
     hyper, count = torch.zeros(2, 7, dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
     one, scale = torch.ones((), dtype=torch.float64), torch.ones(())
     for squares, loss_scale, max_norm in ((None, None, 0.0), (one, None, 1.0), (one, scale, 0.0)):
@@ -236,6 +251,20 @@ def optimizer_calls() -> Iterator[str]:
         batch.square_sum(grads)
         batch.step(grads, constants, count[0], skip)
         yield f"adamw {update.weights} {update.states}"
+        for block in (0, 128) if update.weights != "kahan" and not update.master and update.states != "fp32" else ():
+            coded = [
+                replace(piece, w=codes, extra=scale, block=block)
+                for piece in pieces
+                for codes, scale in [weight_codes.encode(piece.w.float(), block, None)]
+            ]
+            adamw.Batch(coded, update).step(grads, constants, count[0], skip)
+            yield f"adamw {update.weights} {update.states}, weights in codes, block {block}"
+        if update.master != "split":
+            muon = adamw.MuonBatch([replace(piece, v=piece.m) for piece in pieces], update)
+            for nesterov in (True, False):
+                muon.momentum(grads, constants, count[0], skip, nesterov=nesterov)
+            muon.step(grads, constants, count[0], skip)
+            yield f"muon {update.weights} {update.states}"
         if not update.in_blocks and update.master != "split":
             runs = [replace(piece, v=torch.zeros(2), run=2, share=2 * piece.w.shape[1]) for piece in pieces]
             mini = adamw.MiniBatch(runs, update)

@@ -14,7 +14,7 @@ from worlds import on_ranks
 
 from dither import UserError
 from dither.ops.ranks import reduce_shards, shards
-from dither.optim import AdamMini, AdamW, NonFiniteError, Role
+from dither.optim import AdamMini, AdamW, Muon, NonFiniteError, Role, muon_groups
 
 # One body for every cut -----------------------------------------------------------------------------------------------
 
@@ -32,6 +32,8 @@ KINDS: dict[str, dict[str, object]] = {
     "dynamic8": {"dtype": torch.bfloat16, "states": "dynamic8", "block": 16},
     "e4m3 stochastic": {"dtype": torch.float32, "states": "e4m3", "state_rounding": "stochastic", "block": 16},
     "Adam-mini": {"dtype": torch.bfloat16, "mini": True},
+    "Muon": {"dtype": torch.bfloat16, "muon": True},
+    "Muon in 8 bits": {"dtype": torch.bfloat16, "muon": True, "states": "companded8", "block": 16, "master": "split24"},
 }
 
 
@@ -42,12 +44,18 @@ FEW = {
     "24-bit masters": ("columns", "rows"),
     "e4m3 stochastic": ("inner columns", "columns"),
     "Adam-mini": ("columns", "inner columns"),
+    "Muon": ("rows", "inner columns"),
 }
 """Cuts of the ordinary tests: every way to round, masters, states in blocks, and sums over ranks, each cut with two of them."""
 
 
 def make(named: dict[str, Tensor], kind: dict[str, object], **more: object) -> AdamW:
-    options = {key: value for key, value in kind.items() if key not in ("dtype", "mini")} | more
+    options = {key: value for key, value in kind.items() if key not in ("dtype", "mini", "muon")} | more
+    if "muon" in kind:
+        matrices = {name: tensor for name, tensor in named.items() if tensor.dim() > 1}
+        rest = [(name, tensor) for name, tensor in named.items() if name not in matrices]
+        groups = [{"params": list(matrices.items())}, {"params": rest, "use_muon": False}]
+        return Muon(groups, lr=1e-2, **options)
     return AdamMini(named.items(), ROLES, lr=1e-2, **options) if "mini" in kind else AdamW(named.items(), lr=1e-2, **options)
 
 
@@ -140,7 +148,7 @@ def test_all_cuts() -> None:
 def test_meshes() -> None:
     """Two dimensions of processes: rows and columns cut, one cut and copied over the other, and rows cut by both (FSDP, TP)."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    for label in ("bf16 stochastic", "Adam-mini"):
+    for label in ("bf16 stochastic", "Adam-mini", "Muon"):
         kind = KINDS[label]
         whole = run(kind, lambda _, x: x.clone(), max_norm=1.0)
         for pair in ([Shard(0), Shard(1)], [Replicate(), Shard(0)], [Shard(1), Replicate()], [Shard(0), Shard(0)]):
@@ -272,3 +280,35 @@ def test_fsdp() -> None:
                 assert torch.equal(full(a), full(b)), (name, step)
                 for key, state in optimizers[1].state[a].items():
                     assert torch.equal(full(state), full(again.state[b][key])), (name, key)
+
+
+@on_ranks(2, 4)
+def test_muon_under_fsdp() -> None:
+    """Whole matrices are orthogonalized: the bits of one process, and of a state that is saved, loaded and used again."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    def network() -> nn.Module:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(12, 17), nn.ReLU(), nn.Linear(17, 16)).to(torch.bfloat16)
+
+    nets = [network(), network(), network()]
+    for net in nets[1:]:
+        fully_shard(net[0])
+        fully_shard(net)
+    optimizers = [Muon(muon_groups(net), lr=1e-2, states="companded8", block=16, max_norm=1.0) for net in nets]
+
+    def step(number: int, *which: int) -> None:
+        for each in which:
+            optimizers[each].zero_grad()
+            backward(nets[each], number)
+            optimizers[each].step()
+
+    step(0, 0, 1)
+    step(1, 0, 1)
+    nets[2].load_state_dict(nets[1].state_dict())
+    set_optimizer_state_dict(nets[2], optimizers[2], copy.deepcopy(get_optimizer_state_dict(nets[1], optimizers[1])))
+    step(2, 0, 1, 2)
+    for (name, expected), *others in zip(nets[0].named_parameters(), *(net.parameters() for net in nets[1:]), strict=True):
+        for got in others:
+            assert torch.equal(full(got), full(expected)), name

@@ -150,6 +150,7 @@ def _run_of(model: str | None) -> _RunShape | None:
         mode=precision.mode,
         precision=default,
         states=precision.states,
+        weights=precision.weights,
         optimizer=config.optim.optimizer,
         sampling="none" if sampling is None else "recomputed" if sampling.recompute else "kept",
         compiled=config.run.compile is not False,

@@ -163,6 +163,32 @@ def frontier(
     return 0
 
 
+def static(run: RunPath, /, headroom: float = 2.0, output: Output = None, json: Json = False) -> int:
+    """Write the scales of a run's tensors into its plan.
+
+    The monitor of the run (`monitor.every`) has measured the largest magnitudes of operands. Casts with one scale per tensor
+    get the scale `static(s)` for them, so that no step measures a tensor before it casts it.
+
+    Args:
+        headroom: The factor by which later values may be larger than the measured ones before they saturate.
+        output: A file for the plan.
+    """
+    from dither.numerics.calibration import static_plan
+    from dither.report.layers import magnitudes
+    from dither.report.run_folder import read
+    from dither.snip.planning import picture
+
+    found = read(run)
+    if found.plan is None:
+        raise UserError(f"The run {run!r} has no plan: train with a recipe such as precision.recipe=fp8-current.")
+    if not (known := magnitudes(found)):
+        raise UserError(f"The run {run!r} has measured no magnitudes: train some steps with monitor.every=10.")
+    chosen = static_plan(found.plan, known, headroom)
+    _write(output, chosen.to_json())
+    print_result(chosen, lambda: print(printable(picture(chosen), keep="\n")), json=json)
+    return 0
+
+
 def auto(
     model: Annotated[str, tyro.conf.arg(metavar="MODEL")],
     /,

@@ -32,7 +32,7 @@ class ExportedLayer:
     error: float
     """Norm of the change divided by the norm of the weight."""
     reason: str = ""
-    """Why it stays in 16 bits though another format was asked for, or ""."""
+    """Why it is not in the format that was asked for, or ""."""
 
     @property
     def weights(self) -> int:
@@ -74,13 +74,15 @@ class Export:
     loss_before: float | None = None
     """Loss before the cast."""
     loss_after: float | None = None
+    loss_base: float | None = None
+    """Loss of the base alone, for merged adapters."""
     check: LogitCheck | None = None
     notes: tuple[str, ...] = ()
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def kept(self) -> tuple[ExportedLayer, ...]:
-        """Return the layers that stay in 16 bits for a reason."""
+        """Return the layers that are not in the format that was asked for."""
         return tuple(layer for layer in self.layers if layer.reason)
 
     def to_dict(self) -> dict[str, Any]:
@@ -106,15 +108,17 @@ class Export:
             f"  {format}: {count} {'layer' if count == 1 else 'layers'}, {weights:,} weights, {bits:.2f} bits each"
             for format, count, weights, bits in self.sizes()
         ]
-        reasons: dict[str, list[str]] = {}
+        reasons: dict[tuple[float, str], list[str]] = {}
         for layer in self.kept:
-            reasons.setdefault(layer.reason, []).append(layer.name)
-        for reason, names in reasons.items():
+            reasons.setdefault((layer.bits, layer.reason), []).append(layer.name)
+        for (bits, reason), names in reasons.items():
             more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-            lines.append(f"  in 16 bits: {', '.join(names[:2])}{more}: {reason}")
+            lines.append(f"  in {bits:.3g} bits: {', '.join(names[:2])}{more}: {reason}")
         if self.loss_before is not None and self.loss_after is not None:
             change = self.loss_after - self.loss_before
             lines.append(f"  held-out loss {self.loss_before:.4f} -> {self.loss_after:.4f} nats per token ({change:+.4f})")
+        if self.loss_base is not None:
+            lines.append(f"  of the base without its adapters {self.loss_base:.4f}")
         if self.check is not None:
             apart, largest = f"{self.check.difference:.2g}", f"{self.check.largest:.3g}"
             weights = f"{self.check.weights:,} weights are equal"
@@ -256,7 +260,8 @@ def _losses(record: Export) -> list[str]:
     if record.loss_before is None or record.loss_after is None:
         return [*lines, "Not measured.", ""]
     lines += ["| | loss, nats per token |", "|---|---|", f"| before the cast | {record.loss_before:.5f} |"]
-    return [*lines, f"| after the cast | {record.loss_after:.5f} |", ""]
+    alone = [] if record.loss_base is None else [f"| the base without its adapters | {record.loss_base:.5f} |"]
+    return [*lines, f"| after the cast | {record.loss_after:.5f} |", *alone, ""]
 
 
 def _sizes(record: Export) -> list[str]:

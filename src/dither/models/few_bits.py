@@ -10,7 +10,7 @@ of Dither does not express exactly is refused by a sentence with the file and th
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,8 +125,8 @@ class Codes:
         exact = scale.dtype in WIDER if wanted == torch.float32 else scale.dtype in (wanted, E8M0.get(wanted))
         if not exact:
             raise UserError(_dtype_refused(shards, self.scale, scale.dtype, wanted))
-        if codes.dtype == torch.int32:  # integers plus half of their range
-            codes = codes.view(torch.uint8).bitwise_xor_(0x88 if self.cast.element.bits == 4 else 0x80)
+        if codes.dtype == torch.int32:
+            codes = codes.view(torch.uint8).bitwise_xor_(OFFSETS[self.cast.element.bits])
         for name, tensor, expected in ((self.codes, codes, values), (self.scale, scale, scales)):
             if tensor.numel() != expected.numel():
                 raise UserError(
@@ -147,9 +147,13 @@ class Codes:
 
     def stored(self, shards: Shards, divisor: float = 1.0) -> StoredName:
         """Return what a frozen layer keeps of its tensors in the file."""
-        entry = shards.tensors[self.scale][1]
-        return StoredName(self.codes, self.scale, entry.shape, entry.dtype, self.tensor_scale, divisor)
+        codes, scale = (shards.tensors[name][1] for name in (self.codes, self.scale))
+        places = (self.codes, codes.shape, codes.dtype, self.scale, scale.shape, scale.dtype)
+        return StoredName(*places, self.tensor_scale, divisor)
 
+
+OFFSETS = {4: 0x88, 8: 0x80}
+"""What turns integers plus half of their range, as words of 32 bits have them, into integers with a sign, byte by byte."""
 
 E8M0 = {torch.float8_e8m0fnu: torch.uint8}
 """Dtypes that files also have for scales: exponents as plain bytes."""
@@ -459,3 +463,22 @@ class Reader:
 
 def _linear(shape: tuple[int, int]) -> nn.Linear:
     return nn.Linear(shape[1], shape[0], bias=False, device="meta")
+
+
+def as_in_file(parts: Sequence[FrozenLinear]) -> dict[str, Tensor]:
+    """Return the tensors of frozen weights as the file has them, codes first, byte by byte; parts are stacked in one."""
+    file = parts[0].file
+    assert file is not None
+    codes, scale = (
+        torch.cat([getattr(part, name).contiguous().view(-1).view(torch.uint8) for part in parts])
+        for name in ("weight_codes", "weight_scale")
+    )
+    if file.codes_dtype == torch.int32:
+        codes = codes.bitwise_xor_(OFFSETS[Cast.parse(parts[0].stored.cast).element.bits])
+    found = {file.codes: codes.view(file.codes_dtype).view(file.codes_shape)}
+    found[file.scale] = scale.view(file.scale_dtype).view(file.scale_shape)
+    if file.tensor_scale:
+        found[file.tensor_scale] = torch.tensor([file.divisor], device=codes.device)
+    if file.codes_dtype == torch.int32:
+        found[file.codes.replace("weight_packed", "weight_shape")] = torch.tensor(parts[0].stored.shape)
+    return found

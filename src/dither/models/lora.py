@@ -164,20 +164,21 @@ def merged_model(model: CausalLM, *, adapters: bool = True) -> CausalLM:
 
 def _weights(model: CausalLM, adapters: bool) -> dict[str, Tensor]:
     """Return the weights, merged if `adapters` is True, by the names that they have without adapters."""
-    found = {_plain_name(name): parameter.float() for name, parameter in model.named_parameters() if ".lora_" not in name}
+    found = {plain_name(name): parameter.float() for name, parameter in model.named_parameters() if ".lora_" not in name}
     for name, frozen in frozen_weights(model).items():
-        found[_plain_name(name)] = frozen.dequantize(torch.float32)
+        found[plain_name(name)] = frozen.dequantize(torch.float32)
     for name, module in model.named_modules() if adapters else ():
         base = getattr(module, "base_layer", None)
         if isinstance(base, nn.Module) and hasattr(module, "get_delta_weight"):
             delta = module.get_delta_weight(ADAPTER).float()
-            key = f"{_plain_name(name)}.weight"
+            key = f"{plain_name(name)}.weight"
             turned = isinstance(base, Linear) and base.transposed and not module.fan_in_fan_out
             found[key] = found[key] + (delta.T if turned else delta)
     return found
 
 
-def _plain_name(name: str) -> str:
+def plain_name(name: str) -> str:
+    """Return the name that a layer or a parameter has without adapters."""
     return name.replace(".base_layer", "")
 
 

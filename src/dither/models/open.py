@@ -29,9 +29,11 @@ from dither.models.presets import empty
 from dither.models.sizes import Lora, Model
 from dither.models.transformers_models import hf
 from dither.nn.convert import convert
+from dither.nn.stored import store_weights
+from dither.ops.reference import weight_codes
 from dither.optim import training
 from dither.settings import from_table
-from dither.spec import Plan
+from dither.spec import LayerPrecision, Plan
 
 RUN, CHECKPOINTS = "config.toml", "checkpoints"
 """The config and the checkpoints in the folder of a run."""
@@ -239,7 +241,8 @@ def _of_checkpoint(
             opened = _as_trained(found, saved, config, plan, device)
             merges = rank is not None and adapters == "merge" and not as_trained
             return replace(opened, model=merged_model(opened.model), adapted=False, forward=nullcontext) if merges else opened
-        names = weight_names(saved)
+        # What training for a deployment format multiplied are the codes of the weights themselves, not of their masters.
+        names = weight_names(saved, masters=plan is None or "qat" not in plan.provenance)
         dtypes = [saved.tensors[name].dtype for name in names.values() if saved.tensors[name].dtype.is_floating_point]
         widest = dtype or max(dtypes, key=lambda each: each.itemsize, default=torch.float32)
         model = _unfilled(found, saved, section, device, widest)
@@ -251,7 +254,7 @@ def _of_checkpoint(
                         f"The checkpoint {str(found.path)!r} does not fit its config: the tensor {name!r} has the shape "
                         f"{list(value.shape)} in the model, and there it is {'none' if shape is None else list(shape)}."
                     )
-                value.copy_(saved.read(names[name]))
+                value.copy_(_numbers(saved, names[name]))
     return Opened(found, model.train(), saved.plain["step"], plan)
 
 
@@ -285,6 +288,8 @@ def _as_trained(
     if plan is not None:
         options = {key: precision[key] for key in ("fallback", "emulate", "engines") if key in precision}
         convert(model, plan, seed=seed, **options)
+    if precision.get("weights") == "fp8":
+        store_weights(model)
     if adapted:
         adapt(model, Lora(**lora | {"targets": tuple(lora["targets"])}), seed)
     run = training(model, precision["mode"], lr=0.0)
@@ -301,14 +306,45 @@ def _base(section: Mapping[str, Any], device: torch.device | str) -> CausalLM:
     return open_model(str(section["weights"]), device=device).model
 
 
-def weight_names(saved: SavedTensors) -> dict[str, str]:
-    """Return the stored name of each weight: of float32 masters where there are any, and of tied weights under both names."""
+def weight_names(saved: SavedTensors, *, masters: bool = True) -> dict[str, str]:
+    """Return the stored name of each weight: of `masters` or FP8 codes where there are any, and of tied weights under both."""
     weights = {name.removeprefix("model:"): name for name in saved.tensors if name.startswith("model:")}
-    for name, stored in weights.items():
+    weights = {
+        name.removesuffix(CODES) + "weight" if name.endswith(CODES) else name: stored for name, stored in weights.items()
+    }
+    for name, stored in weights.items() if masters else ():
         master = saved.tensors.get(f"optimizer:{name}:master")
         if master is not None and master.shape == saved.tensors[stored].shape:
             weights[name] = f"optimizer:{name}:master"
     return weights | {name: weights[first] for name, first in saved.plain["same"].items() if first in weights}
+
+
+CODES = "weight_codes"
+"""The name of the codes in a layer whose weight is stored in FP8: see `dither.nn.stored`."""
+
+
+def _numbers(saved: SavedTensors, stored: str, like: Tensor | None = None) -> Tensor:
+    """Return a tensor of a checkpoint, codes of weights as their numbers; of a weight that is like a DTensor, its part."""
+    if not stored.endswith(CODES):
+        return saved.read(stored, like)
+    return _decoded(stored, saved.read(stored), saved.read(stored.replace(CODES, "weight_scale")), saved.plain)
+
+
+def _decoded(stored: str, codes: Tensor, scale: Tensor, plain: Mapping[str, Any]) -> Tensor:
+    layer = stored.removeprefix("model:").removesuffix(f".{CODES}")
+    cast = LayerPrecision.from_dict(plain["layers"][layer]["precision"]).cast("forward", "weight")
+    assert cast is not None
+    return weight_codes.decode(codes, scale, cast.group.size)
+
+
+def with_decoded(tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint, and the numbers of weights that it has as FP8 codes, bfloat16, by their names."""
+    decoded = {
+        name.removesuffix(CODES) + "weight": _decoded(name, codes, tensors[name.replace(CODES, "weight_scale")], plain)
+        for name, codes in tensors.items()
+        if name.endswith(CODES)
+    }
+    return {**tensors, **{name: numbers.to(torch.bfloat16) for name, numbers in decoded.items()}}
 
 
 # Weights for a model that exists --------------------------------------------------------------------------------------
@@ -338,7 +374,7 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
                     f"The checkpoint {str(found.path)!r} has no tensor {name!r}: set [model] as in the run that made it."
                 )
             _check_shape(name, saved.tensors[names[name]].shape, value, found.path)
-            value.copy_(saved.read(names[name], value))
+            value.copy_(_numbers(saved, names[name], value))
 
 
 def _check_shape(name: str, shape: tuple[int, ...], value: Tensor, path: Path) -> None:

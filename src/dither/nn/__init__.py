@@ -17,5 +17,8 @@ from dither.nn.layers import Conv1D as Conv1D
 from dither.nn.layers import GatedMLP as GatedMLP
 from dither.nn.linear import Linear as Linear
 from dither.nn.step import step_context as step_context
+from dither.nn.stored import StoredLinear as StoredLinear
+from dither.nn.stored import restore_weights as restore_weights
+from dither.nn.stored import store_weights as store_weights
 
 compile = compile_blocks

@@ -30,9 +30,11 @@ BUFFERS = ("weight_codes", "weight_scale", "weight_tensor_scale")
 
 
 class StoredName(NamedTuple):
-    """The tensors of a weight in a file: names and dtypes, and what codes do not keep."""
+    """The tensors of a weight in a file, [names, shapes, dtypes], and what codes do not keep."""
 
     codes: str
+    codes_shape: tuple[int, ...]
+    codes_dtype: torch.dtype
     scale: str
     scale_shape: tuple[int, ...]
     scale_dtype: torch.dtype
@@ -52,8 +54,8 @@ class _Numbers(Tensor):
         changes |= name.startswith("__i") and name not in ("__int__", "__invert__", "__index__")
         if changes or func in (Tensor.data.__get__, Tensor.data.__set__):  # type: ignore[attr-defined]
             raise UserError(
-                "The weight of a frozen layer exists only as codes, so a change of it would be lost: call "
-                "dither.nn.thaw_base(model) first, to merge adapters for instance."
+                "The weight of this layer exists only as codes, so a change of it would be lost: call thaw_base(model) "
+                "first, to merge adapters for instance, or restore_weights(model) for weights that are trained."
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
@@ -140,6 +142,13 @@ class FrozenLinear(Linear):
             scale = scale.float()
         return Codes(self.weight_codes, scale, self.weight_tensor_scale)
 
+    @property
+    def quantized(self) -> Quantized:
+        """The codes, as `dither.quantize` returns them."""
+        values, scale, tensor_scale = self._codes()
+        stored = self.stored
+        return Quantized(values, scale, Cast.parse(stored.cast), stored.shape, stored.axis, stored.dtype, tensor_scale)
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the numbers of the codes as an ordinary tensor."""
         return functional.decoded(self._codes(), self.stored, dtype or self.stored.dtype)
@@ -214,6 +223,11 @@ class FrozenExperts(nn.Module):
     def __init__(self, experts: Iterable[FrozenExpert], transposed: bool) -> None:
         super().__init__()
         self.experts, self.transposed = nn.ModuleList(experts), transposed
+
+    @property
+    def parts(self) -> list[FrozenLinear]:
+        """The parts of all experts, in their order."""
+        return [module for module in self.experts.modules() if isinstance(module, FrozenLinear)]
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the numbers of the codes in the shape of the parameter."""
@@ -298,7 +312,7 @@ def _check(layer: Linear) -> None:
             "with current scales, such as fp8-block or mxfp8."
         )
     turned = [cast for product in ("forward", "input_grad") for cast in precision.casts(product) if cast and cast.turn.size]
-    if precision.requantize or turned:
+    if (precision.requantize and precision.cast("input_grad", "weight") is not None) or turned:
         raise UserError(
             f"The layer {layer.name!r} transforms its weight or casts it twice, and a frozen weight has codes of one cast: use "
             "a recipe without either, such as nvfp4 or fp8-block."

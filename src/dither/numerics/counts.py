@@ -26,15 +26,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from dither.ops.reference import quantize, rounding, transforms
+from dither.ops.reference import mx_fp8, quantize, rounding, scales, transforms
 from dither.ops.reference.scales import Factors, library_codes, spread
 from dither.spec import Cast, Rounding, groups
 from dither.spec.cast import LIBRARY_CASTS
+from dither.spec.engines import is_mxfp4
 from dither.spec.formats import Format
 from dither.spec.groups import GroupLayout
 
-COUNTS = ("elements", "zeros", "nonfinite", "clipped", "flushed", "subnormal")
-"""The columns of `CastCounts.counts`."""
+COUNTS = ("elements", "zeros", "nonfinite", "clipped", "flushed", "subnormal", "unfit")
+"""The columns of `CastCounts.counts`. Unfit are numbers in 1 x 128 tiles of MXFP4 that FP8 does not hold."""
 
 SAMPLE = 1 << 16
 """Medians are taken over at most this many evenly spaced numbers: sorting a whole weight would dominate the time."""
@@ -47,7 +48,7 @@ class CastCounts(NamedTuple):
     """The effect of a cast on a tensor: 0-d and small tensors on its device."""
 
     counts: Tensor
-    """float64[6], in the order of COUNTS. Counts of a stochastic cast are means over its random bits."""
+    """float64[7], in the order of COUNTS. Counts of a stochastic cast are means over its random bits."""
     amax: Tensor
     """0-d float32: the largest finite magnitude."""
     scale: Tensor
@@ -61,7 +62,7 @@ def cast_counts(x: Tensor, cast: Cast, axis: int = -1, given_amax: Tensor | None
 
     >>> found = cast_counts(torch.tensor([0.0, 0.2, 0.3, 1.0, 6.0, 7.0]), Cast("e2m1"))
     >>> dict(zip(COUNTS, found.counts.tolist(), strict=True))  # 7 would be 8; 0.2 is below 0.25; 0.3 becomes 0.5
-    {'elements': 6.0, 'zeros': 1.0, 'nonfinite': 0.0, 'clipped': 1.0, 'flushed': 1.0, 'subnormal': 1.0}
+    {'elements': 6.0, 'zeros': 1.0, 'nonfinite': 0.0, 'clipped': 1.0, 'flushed': 1.0, 'subnormal': 1.0, 'unfit': 0.0}
     """
     if cast.turn.size:  # whichever signs are drawn, their statistics are alike
         turn = replace(cast.turn, signs="fixed")
@@ -88,7 +89,19 @@ def cast_counts(x: Tensor, cast: Cast, axis: int = -1, given_amax: Tensor | None
     scale = amax.new_empty(0)
     if factors is not None:
         scale = (factors.restore if factors.tensor is None else factors.restore * factors.tensor).flatten()
-    return CastCounts(torch.cat([counts, changed]), amax, scale)
+    unfit = zeros.new_zeros(1)
+    if factors is not None and is_mxfp4(cast):
+        unfit = _unfit(factors.restore, scales.group_amax(x_BRC.float(), layout) > 0).clamp(max=x.numel())
+    return CastCounts(torch.cat([counts, changed, unfit.double()]), amax, scale)
+
+
+def _unfit(restore_BPQ: Tensor, used_BPQ: Tensor) -> Tensor:
+    """Return how many numbers are in tiles of groups that FP8 does not hold together, int64[1]: see `ops.reference.mx_fp8`."""
+    exponents, missing = restore_BPQ.view(torch.int32) >> 23 & 255, -restore_BPQ.shape[2] % (mx_fp8.TILE // mx_fp8.GROUP)
+    exponents, used = F.pad(exponents, (0, missing), value=127), F.pad(used_BPQ, (0, missing))
+    shape = (*exponents.shape[:2], -1, mx_fp8.TILE // mx_fp8.GROUP)
+    _, fits = mx_fp8.fitting(exponents.view(shape), used.view(shape))
+    return (~fits).sum().reshape(1) * mx_fp8.TILE
 
 
 def _multiplied(magnitude_BRC: Tensor, multiply_BPQ: Tensor, layout: GroupLayout) -> Tensor:
@@ -171,7 +184,7 @@ def _float32(x: float) -> float:
 
 
 def summary(counts: CastCounts) -> Tensor:
-    """Return counts, largest magnitude, and minimum, median and maximum of the scales (NaN if there are none), float64[10]."""
+    """Return counts, largest magnitude, and minimum, median and maximum of the scales (NaN if there are none), float64[11]."""
     scales = [torch.full_like(counts.amax, torch.nan)] * 3
     if counts.scale.numel():
         scales = [counts.scale.amin(), median(counts.scale), counts.scale.amax()]

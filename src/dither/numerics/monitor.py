@@ -80,6 +80,8 @@ class Operand:
     """Largest finite magnitude."""
     scale: tuple[float, float, float] | None
     """Minimum, median and maximum of the scale over groups; None for an unscaled cast."""
+    unfit: float = 0.0
+    """Fraction of all numbers in 1 x 128 tiles of MXFP4 that FP8 does not hold, so that `fp8-mxfp4` takes them in BF16."""
 
     @property
     def worst(self) -> float:
@@ -323,7 +325,7 @@ class Observer:
     exponents: bool = False
     """Count the exponents of output gradients, for the loss scale."""
     summaries: dict[tuple[str, str], list[Tensor]] = field(default_factory=dict)
-    """Numbers of each operand, float64[10] per call; see `dither.numerics.counts.summary`."""
+    """Numbers of each operand, float64[11] per call; see `dither.numerics.counts.summary`."""
     casts: dict[tuple[str, str], tuple[str, bool]] = field(default_factory=dict)
     """(cast, True if the tensor was in that format already) of each operand."""
     gradients: list[Tensor] = field(default_factory=list)
@@ -385,7 +387,7 @@ class Observer:
 
 
 def merged(lines: Tensor) -> Tensor:
-    """Merge float64[n, ..., 10] into float64[..., 10]: add counts, keep extremes of magnitudes and scales.
+    """Merge float64[n, ..., 11] into float64[..., 11]: add counts, keep extremes of magnitudes and scales.
 
     The median scale becomes the median of the medians.
     """
@@ -690,7 +692,7 @@ def _report(
 
 
 def _operand(cast: str, came: bool, line: list[float]) -> Operand:
-    elements, zeros, nonfinite, clipped, flushed, subnormal, amax, *scale = line
+    elements, zeros, nonfinite, clipped, flushed, subnormal, unfit, amax, *scale = line
     known, every = max(elements - zeros - nonfinite, 1.0), max(elements, 1.0)
     return Operand(
         cast,
@@ -701,6 +703,7 @@ def _operand(cast: str, came: bool, line: list[float]) -> Operand:
         nonfinite / every,
         amax,
         None if any(map(math.isnan, scale)) else (scale[0], scale[1], scale[2]),
+        unfit / every,
     )
 
 

@@ -58,7 +58,7 @@ class Quantized:
         """
         bits = 8 * self.values.nbytes + (32 if self.tensor_scale is not None else 0)
         if self.scale is not None:
-            bits += self.scale.numel() * min(8 * self.scale.itemsize, self.cast.scaling.rule.exported_bits)
+            bits += self.scale.numel() * min(8 * self.scale.itemsize, Format.parse(self.cast.scaling.rule.exported).bits)
         return bits / max(math.prod(self.shape), 1)
 
     def dequantize(self, dtype: torch.dtype | None = None, *, backend: str = "auto") -> Tensor:

@@ -9,6 +9,7 @@ after it, and so in backward. Otherwise it would run in forward, and save the re
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -151,6 +152,43 @@ def _transform_op(x: Tensor, transform: str, axis: int, place: Tensor | None, af
     turn = Hadamard.parse(transform)
     code = implementation("transforms", x.device, "auto" if turn.matrix == "hadamard" else "reference")
     return code.transform(x, turn, axis, place)  # type: ignore[no-any-return]
+
+
+def _empty_transformed(x: Tensor, cast: str, transform: str, axis: int, container: str) -> tuple[Tensor, Tensor, Tensor]:
+    like, parsed = _empty_transform(x, transform, axis), Cast.parse(cast)
+    tensor = x.new_empty(() if parsed.scaling.two_level else (0,), dtype=torch.float32)
+    if container == "bf16":
+        return like.new_empty(like.shape, dtype=torch.bfloat16), tensor.new_empty(0), tensor
+    return *storage.empty_outputs(like, parsed, axis, _container(container, parsed)), tensor
+
+
+@operator(_empty_transformed)
+def _quantize_transformed_op(
+    x: Tensor,
+    cast: str,
+    transform: str,
+    axis: int,
+    container: str,
+    step: Tensor | None,
+    row: int,
+    column: int,
+    place: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes and scales of one layout of the matrix x after a transform; numbers without scales for "bf16".
+
+    The cast has tiles of at most 128 values and a kernel, the transform is that of Hadamard.
+    """
+    parsed = _with_transform(cast, transform)
+    code, draw = implementation("transforms", x.device, "auto"), _draw_of(0, step, row, column)
+    if container == "bf16":
+        values, tensor = code.quantize_values(x, parsed, axis, draw, place)
+        return values, tensor.new_empty(0), tensor
+    return code.quantize(x, parsed, axis, draw, place, _container(container, parsed))  # type: ignore[no-any-return]
+
+
+@registry.cached
+def _with_transform(cast: str, transform: str) -> Cast:
+    return replace(Cast.parse(cast), transform=transform)
 
 
 @operator(lambda x: x.new_empty(x.shape, dtype=torch.bool))

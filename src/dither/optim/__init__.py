@@ -3,6 +3,7 @@
 from dither.optim.adamw import AdamMini as AdamMini
 from dither.optim.adamw import AdamW as AdamW
 from dither.optim.adamw import AdamW8bit as AdamW8bit
+from dither.optim.adamw import Muon as Muon
 from dither.optim.adamw import NonFiniteError as NonFiniteError
 from dither.optim.foreign import bitsandbytes_state_dict as bitsandbytes_state_dict
 from dither.optim.foreign import torch_state_dict as torch_state_dict
@@ -10,6 +11,7 @@ from dither.optim.gradients import Gradients as Gradients
 from dither.optim.released import ReleasedGradients as ReleasedGradients
 from dither.optim.released import release_gradients as release_gradients
 from dither.optim.roles import Role as Role
+from dither.optim.roles import muon_groups as muon_groups
 from dither.optim.roles import roles as roles
 from dither.optim.training import LossScaler as LossScaler
 from dither.optim.training import Training as Training

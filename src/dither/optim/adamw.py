@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from dither.errors import DitherError, UserError
+from dither.nn.sharded.gather import coded_of
 from dither.ops.backend import disable
 from dither.ops.ranks import as_matrix, local
 from dither.ops.reference.adamw import FORMATS
@@ -42,7 +43,7 @@ from dither.optim.groups import (
 )
 from dither.optim.roles import Role
 from dither.optim.states import Moments, State
-from dither.spec.optimizer import LOSSLESS, Update
+from dither.spec.optimizer import CONSTANTS, LOSSLESS, NEWTON_SCHULZ, Update
 from dither.spec.random import check_backend
 
 
@@ -66,6 +67,8 @@ class AdamW(Optimizer):
 
     stages: Any = None
     """Ranks with other parameters, such as the stages of a pipeline: they share one norm, and skip a step together."""
+    own_options: Mapping[str, Any] = {}
+    """Further options of groups, with their defaults: those of `Muon`."""
     released: Any = None
     """The `ReleasedGradients` of `release_gradients`: backward passes update the parameters, and `step` ends the step."""
 
@@ -158,6 +161,7 @@ class AdamW(Optimizer):
             "min_8bit_size": min_8bit_size,
             "master": master,
             "seed": seed,
+            **self.own_options,
         }
         super().__init__(_listed(params), defaults)
 
@@ -230,6 +234,8 @@ class AdamW(Optimizer):
             for key in ("max_norm", "nonfinite", "backend", "share"):
                 if key in param_group:
                     raise UserError(f"{key} is an option of the whole optimizer, not of a parameter group.")
+            if "use_muon" in param_group and "use_muon" not in self.defaults:
+                raise UserError(f"use_muon is an option of the groups of dither.optim.Muon, not of {type(self).__name__}'s.")
             master = param_group.get("master", self.defaults["master"])
             weights = rounding_of(param_group.get("weights"), param_group.pop("bf16_stochastic_round", None), master)
             if weights is not None:
@@ -400,9 +406,9 @@ class AdamW(Optimizer):
         """Return the entries that a saved group sets in this optimizer's group: numbers, names, custom keys."""
         for key in MEANING if own else ():
             same = {saved.get(key), group[key]} <= LOSSLESS if key == "master" else False
-            if key in saved and saved[key] != group[key] and not same:
+            if key in saved and saved[key] != group.get(key) and not same:
                 raise UserError(
-                    f"The state was saved with {key}={saved[key]!r}, and this optimizer has {key}={group[key]!r}: "
+                    f"The state was saved with {key}={saved[key]!r}, and this optimizer has {key}={group.get(key)!r}: "
                     f"create it with {key}={saved[key]!r}."
                 )
         if not own:
@@ -578,7 +584,8 @@ class Step:
     def _signature(self, active: list[Member], matrices: list[Tensor]) -> Any:
         optimizer, parameters = self.optimizer, [member.parameter for member in active]
         states_of = [state.values() for state in map(optimizer.state.get, parameters) if state]
-        tensors = [optimizer.steps, optimizer.skipped, *parameters, *chain.from_iterable(states_of)]
+        memory = [parameter if (coded := coded_of(parameter)) is None else coded.memory for parameter in parameters]
+        tensors = [optimizer.steps, optimizer.skipped, *memory, *chain.from_iterable(states_of)]
         return self._batches.signature(optimizer.backend, active, matrices, tensors)
 
     def _advance(self, squares: Tensor | None, found_inf: Tensor | None) -> None:
@@ -598,6 +605,8 @@ class Step:
         self._constants, norm, skip = batches.code.prepare(
             batches.hyper, batches.counts, optimizer.skipped, clip_by, loss_scale, found_inf, float(optimizer.max_norm or 0.0)
         )
+        if batches.ratios is not None:
+            self._constants[:, CONSTANTS.index("size")].mul_(batches.ratios)
         self._squares, self._skip, self._first_skip = squares, skip, skip
         if self.expected is None:
             optimizer.grad_norm = None if squares is None else norm
@@ -695,6 +704,72 @@ class AdamW8bit(AdamW):
             )
         options = {"states": "dynamic8", "block": 256 if block_size is None else block_size, **options}
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
+
+
+class Muon(AdamW):
+    """Muon (Jordan et al., 2024): orthogonalized momentum for matrices, and AdamW for other parameters, in one optimizer.
+
+    Groups with use_muon=True, the default, hold matrices [rows, columns] or experts [experts, rows, columns]; those with
+    use_muon=False are AdamW's, and transposed=True says that matrices are [inputs, outputs], as GPT-2's. `muon_groups(model)`
+    makes all of them. The arguments are those of `torch.optim.Muon`; storage, clipping
+    and everything else are `AdamW`'s.
+
+    >>> import dither, torch
+    >>> model = torch.nn.Sequential(torch.nn.Embedding(16, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 16)).bfloat16()
+    >>> optimizer = dither.optim.Muon(dither.optim.muon_groups(model), lr=0.02)
+    >>> model(torch.arange(4)).float().square().mean().backward()
+    >>> optimizer.step()
+    >>> sorted(optimizer.state[model[1].weight]), sorted(optimizer.state[model[0].weight])
+    (['exp_avg', 'step'], ['exp_avg', 'exp_avg_sq', 'step'])
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float | Tensor = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = NEWTON_SCHULZ,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        ns_dtype: str = "bf16",
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.95),
+        **options: Any,
+    ) -> None:
+        """Create the optimizer. Parameter groups may override all of these but `params`.
+
+        params, lr, weight_decay: as `AdamW`; all groups share them.
+        momentum, nesterov: of the gradients of matrices.
+        ns_coefficients, ns_steps: of the Newton-Schulz iteration; see `dither.optim.orthogonal`.
+        eps: the least norm that a matrix is divided by; in AdamW's groups as in `AdamW`, and 1e-8.
+        adjust_lr_fn: scale of a matrix's updates: "original" (the default), sqrt(max(1, rows / columns)), or "match_rms_adamw",
+            0.2 sqrt(max(rows, columns)), with which AdamW's learning rate and decay serve.
+        ns_dtype: format of the products of the iteration, "bf16", as torch's, or "fp32".
+        betas: of AdamW's groups.
+        options: further options of `AdamW`; `states` is the format of the momentum too.
+        """
+        self.own_options = {
+            "use_muon": True,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "ns_dtype": ns_dtype,
+            "transposed": False,
+        }
+        super().__init__(params, lr, betas, eps, weight_decay, **options)
+        if not any(group["use_muon"] for group in self.param_groups):
+            raise UserError("No group of Muon has use_muon=True, so there is nothing to orthogonalize: use dither.optim.AdamW.")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of matrices, or with use_muon=False of other parameters."""
+        if isinstance(param_group, dict) and param_group.get("use_muon") is False:
+            param_group.setdefault("eps", 1e-8)
+        super().add_param_group(param_group)
 
 
 def _listed(params: Iterable[Any]) -> list[Any]:

@@ -5,7 +5,7 @@ steps.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -14,10 +14,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
+from dither.nn.sharded.gather import CodedWeight
 from dither.ops.backend import implementation
 from dither.ops.ranks import as_matrix, local, reduce_shards, shards, spread_over
 from dither.ops.reference.adamw import Piece, second_moment
 from dither.optim.groups import Member, check_numbers, read_numbers
+from dither.optim.orthogonal import orthogonalize_members
 from dither.optim.states import EXTRA, OWN, State
 from dither.spec.optimizer import HYPER
 
@@ -38,13 +40,18 @@ class PieceBatch:
     """Pieces that one kernel launch updates, and whose sums of squares are all-reduced over the same ranks."""
 
     code: Any
-    """`Batch` or `MiniBatch` of `dither.ops.reference.adamw` or of `dither.kernels.adamw`."""
+    """`Batch`, `MiniBatch` or `MuonBatch` of `dither.ops.reference.adamw` or of `dither.ops.triton.adamw`."""
     pieces: tuple[Piece, ...]
     sources: tuple[GradientOf, ...]
     parameter: Tensor
     """One of the parameters; its placement says which ranks these are."""
-    shares: bool
-    """Adam-mini: rows share a second moment."""
+    rule: str
+    """"adamw"; "mini" if rows share a second moment; "momentum" or "nesterov" if Muon orthogonalizes updates."""
+
+    @property
+    def muon(self) -> bool:
+        """Return True if updates are orthogonalized."""
+        return self.rule in ("momentum", "nesterov")
 
     def gradients(self, matrices: Sequence[Tensor]) -> list[Tensor]:
         """Return the gradient of each piece, from the gradient matrices of the active parameters."""
@@ -87,13 +94,32 @@ class Arrangement:
             staged.copy_(work)
         if self.shared:
             self._update_shared(matrices, constants, skip)
+        along = self._orthogonalized(active, matrices, constants, steps, skip)
         for batch in self.batches:
-            moved = {"moved": isinstance(batch.parameter, DTensor)} if batch.shares else {}
-            batch.code.step(batch.gradients(matrices), constants, steps, skip, **moved)
+            moved = {"moved": isinstance(batch.parameter, DTensor)} if batch.rule == "mini" else {}
+            batch.code.step(batch.gradients(along if batch.muon else matrices), constants, steps, skip, **moved)
         for staged, work in self.copies:
             work.copy_(staged)
         # Kernels write through addresses, which autograd does not see: caches keyed by a weight's version must expire.
         torch.autograd.graph.increment_version([member.parameter for member in active])
+
+    def _orthogonalized(
+        self, active: Sequence[Member], matrices: Sequence[Tensor], constants: Tensor, steps: Tensor, skip: Tensor
+    ) -> list[Tensor]:
+        """Return the matrices with those of Muon replaced by what their weights are moved along; their momentum is updated."""
+        along = list(matrices)
+        numbers = [number for number, member in enumerate(active) if member.muon]
+        for number in numbers:
+            matrix = matrices[number]
+            both = matrix.dtype == torch.bfloat16 and active[number].group["ns_dtype"] == "bf16"
+            along[number] = matrix.clone() if both else matrix.to(torch.float32, copy=True)
+        for batch in self.batches:
+            if batch.muon:
+                batch.code.momentum(batch.gradients(along), constants, steps, skip, nesterov=batch.rule == "nesterov")
+        found = orthogonalize_members([active[number] for number in numbers], [along[number] for number in numbers])
+        for number, matrix in zip(numbers, found, strict=True):
+            along[number] = matrix
+        return along
 
     def _update_shared(self, matrices: Sequence[Tensor], constants: Tensor, skip: Tensor) -> None:
         """Update second moments that rows of sharded parameters share: sum the squares of each run over its ranks."""
@@ -131,6 +157,8 @@ class Batches:
         """float64[members + 1, 7], see `dither.spec.optimizer.HYPER`."""
         self.counts = torch.empty(0, dtype=torch.int64)
         """Steps of each member, of which `state[p]["step"]` are views; the last row counts the optimizer's own steps."""
+        self.ratios: Tensor | None = None
+        """float32[members + 1]: scales of the updates of Muon's matrices, and 1; None without Muon."""
         self.code: Any = None
         """The module of the kernels or of the reference."""
         self.active: list[int] | None = None
@@ -156,6 +184,8 @@ class Batches:
             self.hyper[-1] = torch.tensor([1.0, 0.5, 0.5, 1.0, 0.0, 1.0, 1.0], dtype=torch.float64)
             for group, (first, end) in zip(self._groups, self._rows, strict=True):
                 self.hyper[first:end, HYPER.index("sign")] = -1.0 if group["maximize"] else 1.0
+            if any(member.muon for member in self.members):
+                self.ratios = torch.tensor([*(member.ratio for member in self.members), 1.0]).to(device)
             self.active, self._written = None, [() for _ in self._groups]
         self.code = implementation("adamw", device, backend)
         return device
@@ -227,7 +257,8 @@ class Batches:
         copies: list[tuple[Tensor, Tensor]] = []
         kinds: dict[Any, list[tuple[GradientOf, Piece]]] = {}
         for number, (member, matrix) in enumerate(zip(active, matrices, strict=True)):
-            work = member.oriented(local(member.parameter).detach())
+            coded = member.coded
+            work = member.oriented(local(member.parameter).detach()) if coded is None else coded.memory
             if matrix.numel() != work.numel():
                 raise UserError(
                     f"The gradient of {member.name} has {matrix.numel()} numbers and the parameter has {work.numel()}: "
@@ -237,16 +268,22 @@ class Batches:
                 staged = torch.empty_like(work, memory_format=torch.contiguous_format)
                 copies.append((staged, work))
                 work = staged
-            key = (member.update, work.dtype, matrix.dtype, spread_over(member.parameter), member.role is not None)
+            rule = "adamw" if member.role is None else "mini"
+            if member.muon:
+                rule = "nesterov" if member.group["nesterov"] else "momentum"
+            ns_dtype = member.group["ns_dtype"] if member.muon else None
+            stored = (work.dtype, 0 if coded is None else coded.block)
+            key = (member.update, stored, (matrix.dtype, ns_dtype), spread_over(member.parameter), rule)
             work = as_matrix(work)
-            for rows, run, piece in _pieces(member, work, states[member.parameter]) if work.numel() else ():
+            for rows, run, piece in _pieces(member, work, coded, states[member.parameter]) if work.numel() else ():
                 whole = rows.stop - rows.start == work.shape[0]
                 kinds.setdefault(key, []).append((GradientOf(number, None if whole else rows, run), piece))
         batches = []
-        for (update, *_, shares), parts in kinds.items():
+        kind = {"adamw": self.code.Batch, "mini": self.code.MiniBatch}
+        for (update, *_, rule), parts in kinds.items():
             sources, pieces = zip(*parts, strict=True)
-            code = (self.code.MiniBatch if shares else self.code.Batch)(pieces, update)
-            batches.append(PieceBatch(code, pieces, sources, active[sources[0].active].parameter, shares))
+            code = kind.get(rule, self.code.MuonBatch)(pieces, update)
+            batches.append(PieceBatch(code, pieces, sources, active[sources[0].active].parameter, rule))
         shared = {
             member: states[member.parameter]["exp_avg_sq"]
             for member in active
@@ -256,10 +293,10 @@ class Batches:
         return self.arranged[unit]
 
 
-def _pieces(member: Member, work: Tensor, state: State) -> Iterator[tuple[slice, int, Piece]]:
+def _pieces(member: Member, work: Tensor, coded: CodedWeight | None, state: State) -> Iterator[tuple[slice, int, Piece]]:
     """Yield (rows, number of the first run, piece) of a member whose local matrix is `work`: its shards, cut by sections."""
     tensors = {key: local(state[key]) for key in OWN if key in state and key != "step"}
-    second = tensors.pop("exp_avg_sq")
+    second = tensors["exp_avg"] if member.muon else tensors.pop("exp_avg_sq")
     matrices = {key: as_matrix(tensor) for key, tensor in tensors.items()}
     extra = next((matrices[key] for key in EXTRA if key in matrices), None)
 
@@ -269,6 +306,10 @@ def _pieces(member: Member, work: Tensor, state: State) -> Iterator[tuple[slice,
         place = row, column, member.keys, member.index
         return Piece(work[rows], matrices["exp_avg"][rows], v, m_scale, v_scale, kept, *place, *shared)
 
+    if coded is not None:
+        extra, whole = coded.scales, slice(0, work.shape[0])
+        yield whole, 0, replace(piece(whole, as_matrix(second), 0, 0), extra=extra, block=coded.block)
+        return
     for shard in shards(member.oriented(member.parameter)):
         if member.role is None:
             rows = slice(shard.start, shard.end)

@@ -57,6 +57,11 @@ def check_group(group: Mapping[str, Any]) -> None:
 
 def loaded(saved: Mapping[str, Any], member: Member) -> State:
     """Return another library's state of a parameter in the member's format. The next step creates master weights if needed."""
+    if member.muon:
+        raise UserError(
+            f"The state is that of another library's optimizer, and {member.name!r} is one of Muon's matrices here: load a "
+            "state that dither.optim.Muon saved."
+        )
     for key, theirs in saved.items():
         if isinstance(theirs, Tensor) and key in ("exp_avg", "exp_avg_sq", "state1"):
             check_placed(member, key, theirs, member.parameter)
@@ -233,6 +238,8 @@ def bitsandbytes_state_dict(optimizer: Exportable) -> dict[str, Any]:
 
 def _groups(optimizer: Exportable) -> list[dict[str, Any]]:
     """Return the groups with the options that every AdamW has, and custom keys; states have the groups' formats then."""
+    if any(group.get("use_muon") for group in optimizer.param_groups):
+        raise UserError("The optimizer is Muon, whose matrices have no second moments for another library's AdamW.")
     own = (*MEANING, PREVIOUS, "steps", "skipped")
     groups = [{k: v for k, v in group.items() if k not in own} for group in optimizer.state_dict()["param_groups"]]
     return [group | {"betas": tuple(group["betas"])} for group in groups]

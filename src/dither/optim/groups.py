@@ -17,26 +17,30 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
+from dither.nn.sharded.gather import CodedWeight, coded_of
 from dither.ops.ranks import local, shards
 from dither.ops.reference.adamw import FORMATS, LOW
 from dither.optim.roles import Role, role_of, sections
 from dither.spec.modes import MOST_NORM
-from dither.spec.optimizer import MASTERS, MOST_BLOCK, Update
+from dither.spec.optimizer import ADJUST_LR, MASTERS, MOST_BLOCK, NS_DTYPES, Update
 from dither.spec.random import Stream
 
 NONFINITE = ("raise", "skip", "unchecked")
 """The choices for NaN or Inf in a gradient; see `AdamW`."""
 
-MEANING = ("weights", "states", "state_rounding", "block", "master", "seed", "min_8bit_size")
+MEANING = ("weights", "states", "state_rounding", "block", "master", "seed", "min_8bit_size", "use_muon")
 """Options that decide what saved numbers mean. A state is loaded only if these agree."""
 
-NUMBERS = ("lr", "betas", "eps", "weight_decay")
+NUMBERS = ("lr", "betas", "eps", "weight_decay", "momentum")
 """Options that every step reads again. Loading a state overwrites them."""
 
 IMPLEMENTATIONS = ("foreach", "fused", "capturable")
 """torch's choices of implementation. They have no effect here: there is one implementation."""
 
-WATCHED = (*MEANING, "maximize", "amsgrad", "differentiable", "bf16_stochastic_round")
+MUON = ("nesterov", "ns_coefficients", "ns_steps", "ns_dtype", "adjust_lr_fn", "transposed")
+"""Options of Muon's groups beside `use_muon` and numbers."""
+
+WATCHED = (*MEANING, *MUON, "maximize", "amsgrad", "differentiable", "bf16_stochastic_round")
 """Options that a step compares with the last one's, to notice an edited group."""
 
 PREVIOUS = "previous_squares"
@@ -59,10 +63,35 @@ class Member:
     """Adam-mini: which rows share a second moment; None if each element has its own."""
 
     @property
+    def muon(self) -> bool:
+        """Return True if Muon orthogonalizes the update of this parameter, which then has no second moment."""
+        return bool(self.group.get("use_muon"))
+
+    @property
+    def ratio(self) -> float:
+        """Return the scale of the update of one of Muon's matrices, by its shape; 1 for other parameters.
+
+        Experts [experts, rows, columns] have that of one matrix.
+        """
+        if not self.muon:
+            return 1.0
+        rows, columns = self.parameter.shape[-2:]
+        if self.group["transposed"]:
+            rows, columns = columns, rows
+        if self.group["adjust_lr_fn"] == "match_rms_adamw":
+            return 0.2 * math.sqrt(max(rows, columns))
+        return math.sqrt(max(1, rows / columns))
+
+    @property
     def draws(self) -> bool:
         """Return whether a step of this parameter draws random bits."""
-        rounds = self.parameter.itemsize < 4 and not self.update.master and self.update.weights == "stochastic"
-        return rounds or self.update.draws_states
+        narrow = self.parameter.itemsize < 4 or self.coded is not None
+        return (narrow and not self.update.master and self.update.weights == "stochastic") or self.update.draws_states
+
+    @property
+    def coded(self) -> CodedWeight | None:
+        """Return the parameter if it exists only as codes, else None."""
+        return coded_of(self.parameter)
 
     @property
     def keys(self) -> tuple[int, int]:
@@ -116,6 +145,14 @@ class Member:
                 f"master={update.master!r} splits masters into bfloat16 weights and more bits, and the parameter {self.name!r} "
                 f"is {parameter.dtype}: use master='fp32'."
             )
+        rules = {f"master={update.master!r}": update.master, "weights='kahan'": update.weights == "kahan"}
+        rules |= {"Adam-mini": self.role is not None, "Muon": self.muon}
+        kind = next((name for name, present in rules.items() if present), None)
+        if self.coded is not None and kind is not None:
+            raise UserError(
+                f"The parameter {self.name!r} exists only as FP8 codes, which AdamW rounds stochastically or to nearest, and "
+                f"{kind} was given: leave it out, or do not store weights as codes."
+            )
         if update.in_blocks:
             for shard in shards(parameter):
                 end = shard.column + local(parameter).shape[-1]
@@ -130,6 +167,16 @@ class Member:
                     )
         if self.role is not None:
             self._check_role()
+        if self.muon and parameter.dim() not in (2, 3):
+            raise UserError(
+                f"Muon orthogonalizes matrices, and experts [experts, rows, columns], and the parameter {self.name!r} is "
+                f"{tuple(parameter.shape)}: put it into a group with use_muon=False, as dither.optim.muon_groups(model) does."
+            )
+        if self.muon and update.master == "split":
+            raise UserError(
+                "master='split' keeps one bit in the sign of each weight's second moment, and Muon has no second moments: "
+                "use master='fp32' or 'split24'."
+            )
 
     def _check_role(self) -> None:
         if self.update.in_blocks:
@@ -233,6 +280,8 @@ def check_group(group: Mapping[str, Any], *, wait: bool = True) -> None:
     """Raise if an option of a group is invalid. `wait` reads numbers on a device. Formats are checked with the parameters."""
     check_numbers(read_numbers(group, wait=wait))
     check_torchs(group)
+    if "use_muon" in group:
+        check_muon(group)
     if group["master"] not in (None, *MASTERS):
         raise UserError(f"master is None, {', '.join(map(repr, MASTERS[:-1]))} or {MASTERS[-1]!r}, not {group['master']!r}.")
     least = group["min_8bit_size"]
@@ -241,6 +290,27 @@ def check_group(group: Mapping[str, Any], *, wait: bool = True) -> None:
     Stream(group["seed"], "", "")  # raises if the seed is invalid
     if not group["params"]:
         raise UserError("A parameter group is empty.")
+
+
+def check_muon(group: Mapping[str, Any]) -> None:
+    """Raise if an option of Muon is invalid."""
+    for key in ("use_muon", "nesterov", "transposed"):
+        if not isinstance(group[key], bool):
+            raise UserError(f"{key} is True or False, not {group[key]!r}.")
+    if group["adjust_lr_fn"] not in (None, *ADJUST_LR):
+        raise UserError(f"adjust_lr_fn is {', '.join(map(repr, ADJUST_LR))} or None, not {group['adjust_lr_fn']!r}.")
+    if group["ns_dtype"] not in NS_DTYPES:
+        raise UserError(f"ns_dtype is {' or '.join(map(repr, NS_DTYPES))}, not {group['ns_dtype']!r}.")
+    steps, coefficients = group["ns_steps"], group["ns_coefficients"]
+    if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps < 100:
+        raise UserError(f"ns_steps is a number of iterations from 1 to 99, not {steps!r}.")
+    finite = isinstance(coefficients, Sequence) and len(coefficients) == 3 and all(map(_finite, coefficients))
+    if not finite:
+        raise UserError(f"ns_coefficients are three numbers, such as (3.4445, -4.775, 2.0315), not {coefficients!r}.")
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, number_types.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def check_torchs(group: Mapping[str, Any]) -> None:
@@ -263,8 +333,15 @@ def check_torchs(group: Mapping[str, Any]) -> None:
 
 
 def read_numbers(group: Mapping[str, Any], *, wait: bool = False) -> list[Any]:
-    """Return [lr, beta1, beta2, eps, weight_decay]: numbers, or tensors on a device, which are read only if `wait`."""
+    """Return [lr, beta1, beta2, eps, weight_decay]: numbers, or tensors on a device, which are read only if `wait`.
+
+    For Muon, beta1 is 0, so that the size of a step is lr, and beta2 is the momentum.
+    """
     betas = group["betas"]
+    if group.get("use_muon"):
+        betas = (0.0, momentum := group["momentum"])
+        if not isinstance(momentum, Tensor) and not (_finite(momentum) and 0 <= momentum < 1):
+            raise UserError(f"momentum is a number from 0 to below 1, such as 0.95, not {momentum!r}.")
     if not isinstance(betas, Sequence) or len(betas) != 2:
         raise UserError(f"betas are two numbers from 0 to below 1, such as (0.9, 0.999), not {betas!r}.")
     numbers = [group["lr"], *betas, group["eps"], group["weight_decay"]]

@@ -1,4 +1,4 @@
-"""Roles of parameters in Adam-mini: which rows of a parameter share a second moment.
+"""Roles of parameters: in Adam-mini, which rows of a parameter share a second moment; in Muon, which parameters are matrices.
 
 Adam-mini (Zhang et al., 2024) has one second moment per head of a query or key projection, per output row of every other
 matrix, per token of an embedding or output matrix, and one per norm or bias. Roles come from the model's type; names alone
@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from dither.errors import UserError
-from dither.nn.bitwidths import sampling_parameters
+from dither.nn.bitwidths import param_groups, sampling_parameters
+from dither.nn.sites import find_sites, is_transposed, output_layers
 
 
 @dataclass(frozen=True)
@@ -124,3 +125,60 @@ def role_of(roles: Mapping[str, Role], name: str) -> Role:
             f"Role.rows_each(1); known are {', '.join(list(roles)[:5])}{', ...' if len(roles) > 5 else ''}."
         )
     return roles[name]
+
+
+def muon_groups(
+    model: nn.Module,
+    *,
+    weight_decay: float = 0.1,
+    lr: float | None = None,
+    embedding_lr: float | None = None,
+    output_lr: float | None = None,
+    adamw_decay: float | None = None,
+) -> list[dict[str, Any]]:
+    """Return parameter groups for `Muon`: hidden matrices, then AdamW's: embeddings, the output layer, the rest, bitwidths.
+
+    Args:
+        model: The model. Its output layer is the one that `convert` does not cast by default.
+        weight_decay: Weight decay of the hidden matrices.
+        lr, embedding_lr, output_lr: Learning rates of the hidden matrices, embeddings and output layer; by default the
+            optimizer's. A tied output layer is an embedding.
+        adamw_decay: Weight decay of embeddings and the output layer; by default `weight_decay`.
+
+    >>> model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16))
+    >>> for group in muon_groups(model, embedding_lr=0.2):
+    ...     print([name for name, _ in group["params"]], group["use_muon"], group.get("lr"))
+    ['1.weight'] True None
+    ['0.weight'] False 0.2
+    ['2.weight'] False None
+    ['1.bias', '2.bias'] False None
+    """
+    sites = find_sites(model)
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    outputs = {id(getattr(model.get_submodule(name), "weight", None)) for name in output_layers(model, sites)}
+    across = {f"{site.name}.weight" for site in sites if not site.parameter and is_transposed(site.module)}
+    across |= {site.name for site in sites if site.parameter and getattr(site.module, "is_transposed", False)}
+    decay = weight_decay if adamw_decay is None else adamw_decay
+    hidden: dict[str, Any] = {"weight_decay": weight_decay, "use_muon": True} | ({} if lr is None else {"lr": lr})
+    groups: dict[str, dict[str, Any]] = {
+        "hidden": hidden,
+        "across": hidden | {"transposed": True},
+        "embedding": {"weight_decay": decay, "use_muon": False} | ({} if embedding_lr is None else {"lr": embedding_lr}),
+        "output": {"weight_decay": decay, "use_muon": False} | ({} if output_lr is None else {"lr": output_lr}),
+        "other": {"weight_decay": decay, "use_muon": False},
+    }
+    given = param_groups(model, weight_decay=weight_decay)
+    matrices = given.pop(0)["params"] if given and given[0]["params"][0][1].dim() >= 2 else []
+    found: dict[str, list[Any]] = {role: [] for role in groups}
+    for name, parameter in matrices:
+        role = "embedding" if id(parameter) in embeddings else "output" if id(parameter) in outputs else "hidden"
+        if role == "hidden" and (parameter.dim() > 3 or name in across):
+            role = "across" if name in across else "other"  # kernels of convolutions
+        found[role].append((name, parameter))
+    if not found["hidden"] and not found["across"]:
+        raise UserError(
+            f"{type(model).__name__} has no trainable matrices beside embeddings and its output layer, so there is nothing for "
+            "Muon to orthogonalize: use AdamW."
+        )
+    made = [{"params": found[role], **group} for role, group in groups.items() if found[role]]
+    return made + [group | {"use_muon": False} for group in given]

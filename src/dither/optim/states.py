@@ -2,7 +2,7 @@
 
 A state has the entries `step`, `exp_avg` and `exp_avg_sq`, for moments in few bits also `exp_avg_scale` and `exp_avg_sq_scale`,
 and `master`, `master_low` or `remainder`. Every tensor is a DTensor placed as its parameter, if that is one. The second moments
-of Adam-mini are one per run of rows, and whole on every rank.
+of Adam-mini are one per run of rows, and whole on every rank. Muon's matrices have a momentum, `exp_avg`, and no `exp_avg_sq`.
 """
 
 import math
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from dither.errors import UserError
 from dither.ops.ranks import as_matrix, local, sharded_like, shards
 from dither.ops.reference import adamw as reference
+from dither.ops.reference import weight_codes
 from dither.ops.reference.adamw import load_state, store_state, zero_state
 from dither.optim.groups import Member
 from dither.spec.optimizer import Update
@@ -41,20 +42,26 @@ class Moments:
     step: Any
     m: Tensor
     v: Tensor
+    """Muon: float32[0], since there is none."""
     runs: Tensor | None = None
     """Adam-mini: the number of the second moment of each row, int64[rows]; None if each element has its own."""
     transposed: bool = False
     """Adam-mini: True if rows are those of the transposed parameter."""
 
 
+def moments_of(member: Member) -> dict[str, bool]:
+    """Return the entries of the moments that a parameter has, and whether they are signed."""
+    return {"exp_avg": True} if member.muon else MOMENTS
+
+
 def layout(member: Member) -> dict[str, tuple[torch.dtype, torch.Size]]:
     """Return the dtype and local shape of every tensor of a parameter's state, but for the count of steps."""
     update, shape = member.update, member.oriented(local(member.parameter)).shape
     dtype = torch.uint8 if update.in_blocks else torch.float32 if update.states == "fp32" else torch.bfloat16
-    entries = dict.fromkeys(MOMENTS, (dtype, _stored_shape(shape, update)))
+    entries = dict.fromkeys(moments_of(member), (dtype, _stored_shape(shape, update)))
     if update.in_blocks:
         scales = torch.Size((*shape[:-1], math.ceil(shape[-1] / update.block)))
-        entries |= dict.fromkeys((f"{key}_scale" for key in MOMENTS), (torch.float32, scales))
+        entries |= dict.fromkeys((f"{key}_scale" for key in moments_of(member)), (torch.float32, scales))
     if member.role is not None:
         entries["exp_avg_sq"] = (torch.float32, torch.Size((member.runs,)))
     if update.master:
@@ -73,7 +80,7 @@ def new(member: Member) -> State:
     """Return the state of a parameter before its first step."""
     part = member.oriented(local(member.parameter))
     state = {"step": torch.zeros((), dtype=torch.int64, device=part.device)}
-    for key, signed in MOMENTS.items():
+    for key, signed in moments_of(member).items():
         if member.role is not None and key == "exp_avg_sq":
             state[key] = torch.zeros(member.runs, device=part.device)
         else:
@@ -84,7 +91,7 @@ def new(member: Member) -> State:
 def decode(state: Mapping[str, Any], member: Member, update: Update) -> Moments:
     """Return the moments of a state that was written with `update`, as float32, without waiting for the device."""
     moments = []
-    for key, signed in MOMENTS.items():
+    for key, signed in moments_of(member).items():
         values, scale = local(state[key]), local(state.get(f"{key}_scale"))
         if member.role is not None and key == "exp_avg_sq":
             break
@@ -94,7 +101,7 @@ def decode(state: Mapping[str, Any], member: Member, update: Update) -> Moments:
         else:
             moments.append(load_state(values, None, replace(update, states="fp32"), signed, 0))
     if member.role is None:
-        return Moments(state["step"], moments[0], moments[1])
+        return Moments(state["step"], moments[0], moments[0].new_empty(0) if member.muon else moments[1])
     m = moments[0]
     if values.shape == member.parameter.shape != layout(member)["exp_avg_sq"][1]:  # torch's
         return Moments(state["step"], member.oriented(m), values.float())
@@ -113,7 +120,7 @@ def encode(moments: Moments, member: Member) -> State:
     """
     device = local(member.parameter).device
     state: State = {"step": count_of(moments.step, member.name).to(device)}
-    for (key, signed), moment in zip(MOMENTS.items(), (moments.m, moments.v), strict=True):
+    for (key, signed), moment in zip(moments_of(member).items(), (moments.m, moments.v), strict=False):
         if member.role is not None and key == "exp_avg_sq":
             placed = sharded_like(member.parameter, moment)
             whole = member.oriented(placed.full_tensor() if isinstance(placed, DTensor) else placed)
@@ -142,6 +149,8 @@ def _placed(member: Member, key: str, values: Tensor, scale: Tensor | None) -> d
 
 def wide_weight(state: Mapping[str, Any], member: Member) -> Tensor:
     """Return the float32 weight of a parameter in its local shape: its master, the weight and its remainder, or the weight."""
+    if member.coded is not None:
+        return weight_codes.decode(member.coded.memory, member.coded.scales, member.coded.block)
     known = {key: local(state[key]) for key in (*EXTRA, "exp_avg_sq") if key in state}
     return member.oriented(reference.wide_weight(member.oriented(local(member.parameter.detach())), known))
 
@@ -211,7 +220,7 @@ def settle(state: State, member: Member, before: Update) -> None:
     fresh = {"step": state["step"], **{key: old[key] for key in moments}} if whole else _converted(old, member, before)
     if whole and before.master == "split":
         fresh["exp_avg_sq"] = fresh["exp_avg_sq"].abs()
-    fresh |= _extra(member, old, fresh["exp_avg_sq"])
+    fresh |= _extra(member, old, fresh.get("exp_avg_sq"))
     for key in OWN:
         state.pop(key, None)
     state.update(fresh)
@@ -221,7 +230,7 @@ def _converted(old: State, member: Member, before: Update) -> State:
     """Return the moments of a state that was written in another format; `before` is how it was written."""
     shape = member.oriented(local(member.parameter)).shape
     shape = _stored_shape(shape, before) if "exp_avg_scale" in old else shape
-    for key in MOMENTS:
+    for key in moments_of(member):
         moment = old.get(key)
         wrong = not isinstance(moment, Tensor) or (local(moment).shape != shape and key == "exp_avg")
         if wrong or (moment is not None and moment.dtype == torch.uint8 and not before.in_blocks):

@@ -734,6 +734,18 @@ def numerics_view(run: RunFolder) -> NumericsView | None:
     )
 
 
+def magnitudes(run: RunFolder) -> dict[str, dict[str, float]]:
+    """Return the largest magnitudes that the monitor measured, by layer and operand."""
+    found: dict[str, dict[str, float]] = {}
+    for line in run.of("numerics"):
+        for name, layer in _layers(line).items():
+            for operand in OPERANDS:
+                if (amax := number(_operand_of(layer, operand).get("amax"))) is not None:
+                    known = found.setdefault(name, {})
+                    known[operand] = max(known.get(operand, 0.0), amax)
+    return found
+
+
 def new_problems(run: RunFolder) -> list[tuple[int, str]]:
     """Return steps and problems of a kind that the sampled step before did not have; other numbers, or layers, are not new."""
     found, before = [], set[str]()

@@ -64,6 +64,11 @@ class Scale:
         """Return True if the tensor has a scale of its own above those of its blocks."""
         return self.rule.storage == "nvfp4"
 
+    @property
+    def measures_tensor(self) -> bool:
+        """Return True if that scale follows from the largest magnitude of the tensor."""
+        return self.two_level and self.kind != "nvfp4_fixed"
+
     def __str__(self) -> str:
         if self.arguments:
             return f"{self.kind}({','.join(f'{value!r}'.removesuffix('.0') for value in self.arguments)})"
@@ -147,8 +152,8 @@ class Cast:
     granularity: str = "none"
     """The elements that share a scale: none, tensor, row, block(n) or tile(n)."""
     scale: str = "none"
-    """none, fp32, mse, quest, pow2, pow2_ceil, pow2_round, pow2_rtz, nvfp4, four_over_six, eden(n), bf16, q4_0, q8_0,
-    static(scale) or delayed(history)."""
+    """none, fp32, mse, quest, pow2, pow2_ceil, pow2_round, pow2_rtz, nvfp4, nvfp4_fixed(scale), four_over_six, eden(n), bf16,
+    q4_0, q8_0, static(scale) or delayed(history)."""
     rounding: str = "nearest"
     """nearest, stochastic(bits), toward_zero, or a registered rule."""
     transform: str = "none"
@@ -212,8 +217,12 @@ class Cast:
                 )
         if scale.kind == "mse" and rounding.kind != "nearest":
             raise UserError(f"scale='mse' lowers the error of rounding to nearest: use it so, not with {self.rounding!r}.")
-        if scale.kind == "static" and not 2.0**-126 <= scale.arguments[0] <= 2.0**126:
-            raise UserError(f"The scale of {self.scale!r} is a number from 2^-126 to 2^126, about 1e-38 to 1e+38.")
+        least = {"static": -126, "nvfp4_fixed": -117}.get(scale.kind)
+        if least is not None and not 2.0**least <= scale.arguments[0] <= 2.0**-least:
+            raise UserError(
+                f"The scale of {self.scale!r} is a number from 2^{least} to 2^{-least}, about 1e{least * 0.30103:+.0f} to "
+                f"1e{-least * 0.30103:+.0f}."
+            )
         if scale.kind in ("delayed", "static") and not element.nan:
             # A scale from earlier steps cannot be NaN when this step's tensor holds one, so the codes must hold it.
             word = scale.kind.capitalize()

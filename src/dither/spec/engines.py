@@ -39,7 +39,7 @@ SIXTEEN_BITS: dict[Literal["bf16", "fp16"], tuple[int, int]] = {"bf16": (8, 0), 
 LARGEST_HELD = 32
 """Groups up to this size are cast to BF16 numbers by one kernel, which holds whole groups of both directions."""
 
-VERIFIABLE = ("fp8-tensor", "fp8-row", "fp8-group", "mxfp8", "mxfp4", "nvfp4")
+VERIFIABLE = ("fp8-tensor", "fp8-row", "fp8-group", "fp8-mxfp4", "mxfp8", "mxfp4", "nvfp4")
 """Native units that are used only if they were tested: by this project, or by `dither doctor` on the user's machine."""
 
 TRIED = {(9, 0): ("fp8-tensor", "fp8-row", "fp8-group")}
@@ -51,6 +51,8 @@ class Engine:
     """The matrix units of a product, and how they scale.
 
     - `fp8`: FP8 units, which apply the scales. `fp8-container`: the same, with FP4 or FP6 values stored as E4M3 codes.
+    - `fp8-mxfp4`: FP8 units on MXFP4, whose numbers are those of E4M3 codes with a scale per 1 x 128 tile. BF16 units multiply
+      the rows with a tile whose exponents differ by more than 14.
     - `mxfp8`, `mxfp4`, `nvfp4`: units that scale groups of 32 or 16 themselves.
     - `int8`: exact integer sums, scaled afterwards.
     - `bf16`, `fp16`: 16-bit units on values that these formats hold exactly. Scales of tensors and rows are applied to the
@@ -59,7 +61,7 @@ class Engine:
     - `torch`: torch's own product of two uncast operands.
     """
 
-    name: Literal["torch", "fp8", "fp8-container", "mxfp8", "mxfp4", "nvfp4", "int8", "bf16", "fp16", "fp32"]
+    name: Literal["torch", "fp8", "fp8-container", "fp8-mxfp4", "mxfp8", "mxfp4", "nvfp4", "int8", "bf16", "fp16", "fp32"]
     scaling: Literal["", "tensor", "row", "group"] = ""
     """Scaling of FP8 units: per tensor, per row, or per group of 128 along L; "group" of 16-bit units scales group sums."""
 
@@ -85,7 +87,8 @@ def held_by_bf16(cast: Cast, verified: Collection[str] = ()) -> bool:
     [True, True, False, False]
     """
     small = cast.group.kind in ("tile", "block") and cast.group.size <= LARGEST_HELD and not scales_inside(cast, "bf16")
-    return small and _exact(cast, "bf16") and _mx_kind(cast) not in verified
+    kind = _mx_kind(cast)
+    return small and _exact(cast, "bf16") and kind not in verified and not (kind == "mxfp4" and "fp8-mxfp4" in verified)
 
 
 def engine_for(
@@ -115,6 +118,8 @@ def engine_for(
     >>> mxfp4 = Cast.parse("mxfp4")
     >>> [engine_for(mxfp4, mxfp4, (4096, 512, 1024), (10, 0), verified=ok).name for ok in ([], ["mxfp4"])]
     ['bf16', 'mxfp4']
+    >>> str(engine_for(mxfp4, mxfp4, (4096, 512, 1024), (9, 0), verified=["fp8-mxfp4"]))
+    'fp8-mxfp4'
     """
     if a is None and b is None:
         return Engine("torch")
@@ -199,10 +204,17 @@ def _native(a: Cast, b: Cast, size: tuple[int, int, int], usable: Collection[str
     # Two FP4 codes share a byte, and units read 16 bytes at a time.
     if kind and not kinds and kind in usable and not (q % ALIGNMENT or length % (2 * ALIGNMENT)):
         return Engine(kind)
+    if kind == "mxfp4" and not kinds and "fp8-mxfp4" in usable and not (q % ALIGNMENT or length % ALIGNMENT):
+        return Engine("fp8-mxfp4", "group")
     scaling = _joint_scaling(a, b)
     if scaling and f"fp8-{scaling}" in usable and not (q % ALIGNMENT or length % ALIGNMENT):
         return Engine("fp8-container" if {a.format, b.format} & set(CONTAINED) else "fp8", scaling)
     return None
+
+
+def is_mxfp4(cast: Cast) -> bool:
+    """Return True if a cast has the codes and scales of MXFP4."""
+    return _mx_kind(cast) == "mxfp4"
 
 
 def _mx_kind(cast: Cast) -> Literal["", "mxfp8", "mxfp4", "nvfp4"]:

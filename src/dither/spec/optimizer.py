@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dither.errors import UserError
+from dither.spec.cast import Cast
 from dither.spec.checks import did_you_mean
 from dither.spec.formats import TABLE, Format
 
@@ -112,6 +113,18 @@ class Update:
         return self.state_rounding == "stochastic" and self.states != "fp32"
 
 
+def stores(cast: Cast) -> bool:
+    """Return True if a weight can be stored as the codes of a cast: E4M3, one scale for a tensor or a square, to nearest.
+
+    >>> stores(Cast.parse("e4m3 block(128)")), stores(Cast.parse("e4m3 tile(128)"))
+    (True, False)
+    """
+    square = cast.group.kind in ("tensor", "block")
+    return (
+        cast.format == "e4m3" and square and cast.scaling.kind == "fp32" and cast.round.kind == "nearest" and not cast.turn.size
+    )
+
+
 def state_bytes(states: str, block: int) -> float:
     """Return the bytes per number of a moment, with its share of a scale.
 
@@ -123,9 +136,19 @@ def state_bytes(states: str, block: int) -> float:
     return (0.5 if states in PACKED else 1.0) + 4 / block
 
 
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Muon: the coefficients a, b, c of an iteration X <- a X + (b A + c A A) X with A = X X^T, as in torch and by its author."""
+
+ADJUST_LR = ("original", "match_rms_adamw")
+"""Muon: scales of the update of a matrix with so many rows and columns: sqrt(max(1, rows / columns)), by its author, or
+0.2 sqrt(max(rows, columns)), whose updates are about as large as AdamW's."""
+
+NS_DTYPES = ("bf16", "fp32")
+"""Muon: formats of the products of its iteration."""
+
 HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "active", "sign")
 """Columns of the hyperparameters, float64, one row per parameter. `active` is 1 if the parameter has a gradient in this step,
-else 0; `sign` is 1, or -1 to maximize."""
+else 0; `sign` is 1, or -1 to maximize. For Muon's matrices `beta2` is the momentum, and `beta1` is 0."""
 
 CONSTANTS = ("scale", "beta1", "rest1", "beta2", "rest2", "decay", "shrink", "size", "root", "eps")
 """Columns of the constants of a step, float32, one row per row of hyperparameters; t is the number of the step.
@@ -133,7 +156,7 @@ CONSTANTS = ("scale", "beta1", "rest1", "beta2", "rest2", "decay", "shrink", "si
     scale     sign * clipping factor / loss scale: what a gradient is multiplied by
     beta1, rest1, beta2, rest2     the betas and 1 - beta
     decay, shrink     1 - lr * weight_decay, and lr * weight_decay
-    size      2^-48 lr / (1 - beta1^t)
+    size      2^-48 lr / (1 - beta1^t), for Muon's matrices times the scale of their updates (`ADJUST_LR`)
     root      1 / sqrt(1 - beta2^t)
     eps       eps
 

@@ -135,8 +135,8 @@ class ScaleRule:
     holds powers of two; nvfp4 and delayed are for built-in rules."""
     kernel: bool = False
     """True if kernels cast by this rule."""
-    exported_bits: int = 32
-    """Bits of a float32 scale that files need: 16 if all scales are bfloat16 or float16 numbers."""
+    exported: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """The format of float32 scales in files: bf16 or fp16 if all scales are such numbers."""
 
     def check(self) -> None:
         """Raise a UserError unless the rule returns positive finite scales of the shape of its groups."""
@@ -245,13 +245,14 @@ for _rule in (
     ScaleRule("pow2_rtz", about="that of fp32, rounded down to a power of two", storage="pow2", kernel=True),
     ScaleRule("mse", about="that of fp32 times 1 to 1/2, with the smallest squared error"),
     ScaleRule("quest", about="a power of two that clips Gaussian values with the least error", storage="pow2", values=True),
-    ScaleRule("bf16", about="compressed-tensors' integers: largest magnitude / half the range, in bfloat16", exported_bits=16),
-    ScaleRule("q4_0", about="llama.cpp: largest magnitude to -8, with its sign, in float16", values=True, exported_bits=16),
-    ScaleRule("q8_0", about="llama.cpp: largest magnitude / 127, in float16", exported_bits=16),
+    ScaleRule("bf16", about="compressed-tensors' integers: largest magnitude / half the range, in bfloat16", exported="bf16"),
+    ScaleRule("q4_0", about="llama.cpp: largest magnitude to -8, with its sign, in float16", values=True, exported="fp16"),
+    ScaleRule("q8_0", about="llama.cpp: largest magnitude / 127, in float16", exported="fp16"),
     ScaleRule("static", about="the number in brackets, one scale per tensor", arguments=1, kernel=True),
     ScaleRule("four_over_six", about="nvfp4 for 6 or for 4, with the smaller squared error", storage="nvfp4", kernel=True),
     ScaleRule("eden", about="MS-EDEN: nvfp4, corrected per n values and rounded stochastically", arguments=1, storage="nvfp4"),
     ScaleRule("nvfp4", about="E4M3 per group and float32 per tensor", storage="nvfp4", kernel=True),
+    ScaleRule("nvfp4_fixed", about="nvfp4 with the tensor scale in brackets", arguments=1, storage="nvfp4", kernel=True),
     ScaleRule("delayed", about="float32, from the largest magnitudes of earlier steps", storage="delayed", kernel=True),
 ):
     SCALES.add(_rule)

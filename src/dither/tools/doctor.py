@@ -149,6 +149,7 @@ UNITS: dict[str, tuple[Engine, tuple[tuple[str, str], ...]]] = {
     "fp8-tensor": (Engine("fp8", "tensor"), (("e4m3 tensor", "e4m3 tensor"), ("e5m2 tensor", "e4m3 tensor"))),
     "fp8-row": (Engine("fp8", "row"), (("e4m3 row", "e4m3 row"), ("e5m2 row", "e4m3 row"))),
     "fp8-group": (Engine("fp8", "group"), GROUPED),
+    "fp8-mxfp4": (Engine("fp8-mxfp4", "group"), (("e2m1 tile(32) pow2", "e2m1 tile(32) pow2"),)),
     "mxfp8": (Engine("mxfp8"), (("e4m3 tile(32) pow2", "e4m3 tile(32) pow2"),)),
     "mxfp4": (Engine("mxfp4"), (("e2m1 tile(32) pow2", "e2m1 tile(32) pow2"),)),
     "nvfp4": (Engine("nvfp4"), (("nvfp4", "e2m1 block(16) nvfp4"), ("nvfp4", "nvfp4"))),

@@ -13,7 +13,7 @@ from dither.checkpoint.read import LoadedTensors
 from dither.checkpoint.state import optimizer_state
 from dither.console import Stage, silent
 from dither.errors import UserError
-from dither.models.open import find_model, open_model
+from dither.models.open import find_model, open_model, with_decoded
 from dither.models.presets import skeleton
 from dither.nn.convert import reasons_left_alone
 from dither.nn.sites import find_sites, weight_of
@@ -110,6 +110,7 @@ def inspect(path: str | Path, casts: Sequence[Cast], stage: Stage = silent) -> I
         where = found.path
         found.tell()
         tensors, plain = checkpoint.load(where)
+        tensors = with_decoded(tensors, plain)
         note, updates = _updates(plain, tensors)
         weights = [each._replace(update=updates.get(each.name)) for each in _of_checkpoint(where, tensors, plain)]
     return InspectedModel(str(where), int(plain["step"]), _all_inspected(weights, casts, stage), note)

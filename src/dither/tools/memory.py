@@ -155,6 +155,8 @@ class Setting:
     """Casts of linear layers in blocks, such as `recipe("fp8-current").default`; None means no casts."""
     states: str | None = None
     """Format of the optimizer's moments, such as dynamic8; None takes the mode's."""
+    weights: Literal["fp8"] | None = None
+    """Storage of the weights that blocks cast: their codes alone, or (None) that of the mode."""
     state_block: int = 128
     """Number of elements that share the scale of an 8-bit state."""
     gradients: str | None = None
@@ -178,6 +180,8 @@ class Setting:
         _choose("mode", self.mode, tuple(MODES))
         if self.states is not None:
             _choose("format of optimizer states", self.states, (*WHOLE, *BLOCKS))
+        if self.weights is not None:
+            _choose("storage of weights", self.weights, ("fp8",))
         if self.gradients is not None:
             _choose("format of gradients", self.gradients, ("fp32", "bf16"))
         _choose("optimizer", self.optimizer, ("adamw", "adam-mini"))
@@ -303,8 +307,9 @@ def resident(shape: Shape, setting: Setting) -> dict[str, int]:
     """Return the bytes of weights, masters and states, which persist between steps."""
     storage, count = setting.storage, shape.parameters
     moments = 1 if setting.optimizer == "adam-mini" else 2
+    coded = shape.block_weights if setting.weights == "fp8" else 0
     return {
-        "weights": round(count * format_bytes(storage.parameters)),
+        "weights": round((count - coded) * format_bytes(storage.parameters) + coded),
         "masters": round(count * storage.masters),
         "states": round(count * moments * state_bytes(storage.states, setting.state_block)),
     }
@@ -353,6 +358,8 @@ def weight_code_bytes(shape: Shape, setting: Setting) -> float:
     storage, weights = setting.storage, shape.block_weights
     copies = format_bytes(storage.compute) if storage.autocast else 0
     output = shape.output_weights * copies
+    if setting.weights == "fp8":
+        return output
     if setting.casts_weight:
         assert setting.precision is not None
         held = {"both": (1, 1), "one": (1, 0), "none": (0, 0)}[setting.memory.hold]  # forward product, input gradient

@@ -22,8 +22,9 @@ from dither.settings import dumps as dumps
 from dither.settings import override as override
 from dither.snip.settings import SnipSettings
 from dither.spec import MemoryOptions, Plan, Sampling
+from dither.spec.deployment import DEPLOYMENTS
 from dither.spec.modes import AUTO, GRADIENTS, MODES, MOST_NORM, LossScaling, Mode
-from dither.spec.optimizer import BLOCKS, WHOLE
+from dither.spec.optimizer import BLOCKS, WHOLE, stores
 from dither.spec.recipes import MEASURED, NAMES, RECIPES, recipe, recipe_name
 from dither.spec.schedule import beginnings, check_name, is_file, split_forward
 
@@ -125,6 +126,9 @@ class Precision:
     """Recipe for the casts of the output layer, such as fp8-current; by default it is not cast."""
     states: Annotated[str, OneOf((*WHOLE, *BLOCKS))] | None = None
     """Format of the optimizer's moments, such as dynamic8; by default that of the mode."""
+    weights: Literal["fp8"] | None = None
+    """Storage of the weights that a recipe casts: fp8 keeps their codes alone, without a 16-bit copy, and rounds updates
+    stochastically; by default that of the mode. See docs/optimizers.md."""
     gradients: Annotated[str, OneOf(GRADIENTS)] | None = None
     """Format in which gradients are accumulated and reduced: fp32, bf16, or bf16-sr (stochastic); by default the mode's."""
     sampling: Sampling | None = None
@@ -152,6 +156,7 @@ class Precision:
             object.__setattr__(self, "output", self.resolved(bf16=True).output)
             return
         self._check_output()
+        self._check_stored()
         if self.recipe is not None and self.plan is not None:
             raise UserError(
                 f"precision.recipe={self.recipe!r} and precision.plan={self.plan!r} both set the casts: set only one."
@@ -170,6 +175,35 @@ class Precision:
             self._sampled(recipe("fp8-block"))  # a sampling that does not go with casts
         elif self.times is not None:
             raise UserError(f"precision.times={self.times!r} has no effect without the recipe fp8-auto: remove it.")
+
+    def _check_stored(self) -> None:
+        """Raise if weights are to be stored in FP8 and another field needs them in another form."""
+        if self.weights is None:
+            return
+        if self.mode != "bf16-sr":
+            raise UserError(
+                f"precision.weights={self.weights!r} rounds weights stochastically, and precision.mode={self.mode!r} "
+                "keeps weights of its own: use the mode bf16-sr."
+            )
+        others = {
+            "schedule": self.schedule,
+            "sampling": self.sampling,
+            "output": self.output,
+            "recipe": self.recipe if self.recipe in (AUTO, *MEASURED) else None,
+        }
+        for key, value in others.items():
+            if value:
+                raise UserError(
+                    f"precision.weights={self.weights!r} keeps the codes of one cast, and precision.{key} is set: drop one."
+                )
+        default = None if self.recipe is None else recipe(self.recipe).default
+        if self.plan is None and (default is None or default.weight is None or not stores(default.weight)):
+            known = [name for name, each in RECIPES.items() if each.plan.default and each.plan.default.weight]
+            fits = [name for name in known if stores(recipe(name).default.weight)]  # type: ignore[union-attr, arg-type]
+            raise UserError(
+                f"precision.weights={self.weights!r} needs a recipe that casts weights to e4m3, one scale per tensor or block, "
+                f"and precision.recipe is {self.recipe!r}: choose one of {', '.join(fits)}."
+            )
 
     def _check_output(self) -> None:
         """Raise if the output layer's recipe casts nothing; replace an alias by its name."""
@@ -392,6 +426,37 @@ class MonitorSettings:
         check("monitor", self)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Qat:
+    """Training for a deployment format, so that the exported codes are those that training multiplied: docs/qat.md."""
+
+    format: Annotated[str, OneOf(DEPLOYMENTS)] | None = None
+    """Format in which the model will be served, such as nvfp4, mxfp4 or fp8-block; by default none. --qat sets it."""
+    noise_until: Share = 0.0
+    """Fraction of the steps, at the beginning, in which weights have GaussWS noise in place of casts."""
+    noise_bits: Annotated[float, Within(1, 16)] = 4.0
+    """Bitwidth of that noise, which is not learned."""
+    teacher: str | None = None
+    """Model whose predictions are learned as well: a run, a checkpoint or a Hugging Face folder. --teacher sets it."""
+    teacher_weight: Annotated[float, Within(0, 1, open_below=True)] = 0.5
+    """Share of the teacher in the loss; the rest is cross entropy."""
+    temperature: Annotated[float, Within(0.01, 100)] = 1.0
+    """Temperature of the two distributions that are compared."""
+    top_k: Annotated[int, AtLeast(0)] = 0
+    """Compare the teacher's most likely tokens, and all others as one; 0 compares all."""
+    cache: str | None = None
+    """Folder for the teacher's top_k predictions, by tokens, so that later epochs and runs need no teacher passes."""
+
+    def __post_init__(self) -> None:
+        check("qat", self)
+        if self.teacher is None:
+            for name in ("teacher_weight", "temperature", "top_k", "cache"):
+                if (value := getattr(self, name)) != type(self).__dataclass_fields__[name].default:
+                    raise UserError(f"qat.{name}={value!r} has no effect without qat.teacher: set that, or remove it.")
+        if self.cache is not None and not self.top_k:
+            raise UserError(f"qat.cache={self.cache!r} stores the most likely tokens: set qat.top_k, to 64 for instance.")
+
+
 VIRTUAL = {"1f1b": 1, "interleaved-1f1b": 2, "zero-bubble": 1}
 """Stages per rank of each pipeline schedule."""
 
@@ -532,6 +597,8 @@ class Config:
     """Adapters on a frozen model."""
     precision: Precision = field(default_factory=Precision)
     """The precision of parameters, layers, gradients and optimizer states."""
+    qat: Qat = field(default_factory=Qat)
+    """Training for a deployment format."""
     loss_scaling: LossScaling = field(default_factory=LossScaling)
     """Loss scaling, in the modes fp16 and fp16-o2."""
     snip: SnipSettings = field(default_factory=SnipSettings)
@@ -563,6 +630,8 @@ class Config:
                 )
         if self.lora.rank is not None:
             self._check_lora()
+        if self.qat.format is not None or self.qat.teacher is not None:
+            self._check_qat()
         if self.optim.release_gradients and self.precision.dtypes.plan.loss_scaling:
             raise UserError(
                 f"optim.release_gradients does not go with precision.mode={self.precision.mode!r}, which scales losses: an "
@@ -580,6 +649,7 @@ class Config:
         skips = ("guard.nonfinite='skip'", self.guard.nonfinite == "skip")
         needs = {
             "lora": ("lora.rank", self.lora.rank is not None),
+            "qat.noise_": ("qat.format", self.qat.format is not None),
             "snip": ("snip.target", self.snip.target is not None),
             "loss_scaling": scaled,
             "guard.overflow_share": scaled,
@@ -597,6 +667,34 @@ class Config:
                 key, value = f"{name}.{each.name}", getattr(section, each.name)
                 if key.startswith(path) and value != each.default:
                     raise UserError(f"{key}={value!r} has no effect without {needed}: set that, or remove it.")
+
+    def _check_qat(self) -> None:
+        """Raise if the config has something that training for a deployment format, or with a teacher, cannot have."""
+        precision, parallel = self.precision, self.parallel
+        if parallel.tp * parallel.pp > 1:
+            raise UserError(
+                f"qat takes ranks that share batches, not parallel.tp={parallel.tp} and parallel.pp={parallel.pp}: use "
+                "parallel.dp_shard or dp_replicate."
+            )
+        if self.qat.format is None:
+            return
+        if self.model.weights is None and (self.model.hf is None or self.model.hf.endswith(".json")):
+            raise UserError("qat.format prepares a trained model for a format: name the model with --from.")
+        both = {
+            "precision.recipe": precision.recipe is not None,
+            "precision.plan": precision.plan is not None,
+            "precision.schedule": bool(precision.schedule),
+            "precision.sampling": precision.sampling is not None,
+            "precision.output": precision.output is not None,
+            "snip.target": self.snip.target is not None,
+            "monitor.fallback": self.monitor.fallback is not None,
+        }
+        for name in (name for name, there in both.items() if there):
+            raise UserError(f"{name} and qat.format={self.qat.format!r} both set the casts of layers: remove one of them.")
+        if parallel.gather != "weights":
+            raise UserError(f"qat.format gathers weights, not parallel.gather={parallel.gather!r}: remove that.")
+        if self.qat.noise_until and self.lora.rank is not None:
+            raise UserError("qat.noise_until does not go with lora.rank: the base is frozen, in one precision: remove one.")
 
     def _check_lora(self) -> None:
         """Raise if the config has something that adapters on a frozen base cannot have."""

@@ -28,6 +28,7 @@ from dither.nn import GraphedPasses, Linear, bitwidth_loss, convert, effective_p
 from dither.nn.bitwidths import block_bitwidths
 from dither.nn.frozen import FrozenLinear
 from dither.nn.step import reshard
+from dither.nn.stored import store_weights
 from dither.numerics import Monitor, NumericsReport
 from dither.ops.ranks import gather
 from dither.optim import Training, roles, training
@@ -46,6 +47,7 @@ from dither.train.pipeline import Pipeline, check_micro_batches, check_pipeline,
 from dither.train.plans import PlanEvent, RunPlans, known_plans, make_schedule, steps_for_snip, with_measured
 from dither.train.ranks import Ranks
 from dither.train.resume import check_changes, resolved
+from dither.train.teacher import Teacher
 
 
 class Numbers(NamedTuple):
@@ -97,6 +99,7 @@ class Trainer:
         self.model = blank(_sizes(config, corpus), ranks.device) if drawn_later else _model(config, corpus, ranks.device)
         if (initial or config.lora.rank) and config.model.weights is not None:
             load_weights(self.model, config.model.weights)
+        teacher = None if config.qat.teacher is None else Teacher(config.qat, self.model, ranks.device)
         tokens = data.batch // self.layout.data_world // self.parts * data.sequence
         self.sources = with_measured(self.sources, config, self.model, ranks, tokens, say)
         planned, precision = make_schedule(config, self.sources), config.precision
@@ -109,13 +112,16 @@ class Trainer:
             engines=precision.engines,
             memory=precision.memory,
         )
+        if precision.weights == "fp8":
+            _check_stored(config, ranks)
+            store_weights(self.model)
         self.base: dict[str, Any] | None = None
         """The origin of the base of adapters; None if there are none."""
         if config.lora.rank is not None:
             say(str(adapt(self.model, config.lora, config.run.seed)))
             self.base = origin_of(config.model.weights, config.model.hf)
         adam_roles = roles(self.model) if config.optim.optimizer == "adam-mini" else None
-        codes = (module for module in self.model.modules() if isinstance(module, FrozenLinear))
+        codes = (module for module in self.model.modules() if type(module) is FrozenLinear)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.parameters += sum(layer.in_features * layer.out_features for layer in codes)
         """The number of parameters of the whole model, frozen ones that exist as codes included."""
@@ -148,8 +154,10 @@ class Trainer:
             parts=self.parts,
             sequence=data.sequence,
             device=ranks.device,
+            teacher=teacher,
         )
-        if uses_graphs(config.run.cuda_graphs, self.ranks, self.training, self.parts, compiled=self.compiled):
+        taught = teacher is not None
+        if uses_graphs(config.run.cuda_graphs, self.ranks, self.training, self.parts, compiled=self.compiled, teacher=taught):
             self.passes.graphs = GraphedPasses(self.model, self.passes.eager, say)
         self.guard = Guard(config.guard)
         self.signals: Signals | None = None
@@ -567,6 +575,23 @@ def _sizes(config: Config, corpus: Corpus) -> Any:
     sizes = config.model.sizes(config.model.vocab or tokens)
     _check_positions(sizes, config.data.sequence)
     return sizes
+
+
+def _check_stored(config: Config, ranks: Ranks) -> None:
+    """Raise if weights are to be stored in FP8 and the run has something that does not go with them."""
+    others = {
+        f"{ranks.world} ranks": ranks.world > 1,
+        "snip.target": config.snip.target is not None,
+        "lora.rank": config.lora.rank is not None,
+        f"optim.optimizer={config.optim.optimizer!r}": config.optim.optimizer != "adamw",
+        "monitor.fallback": config.monitor.fallback,
+    }
+    for name, present in others.items():
+        if present:
+            raise UserError(
+                f"precision.weights='fp8' is for a whole model on one device, with AdamW and one plan, and here is {name}: "
+                "leave one of them out."
+            )
 
 
 def _check_release(trainer: Trainer) -> None:

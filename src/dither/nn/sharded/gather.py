@@ -43,22 +43,41 @@ class CodedWeight(Tensor):
     across: Tensor | None
     w_hat: Tensor | None
     block_amax: Tensor | None
+    block: int
+    """For a weight that exists only as codes (`dither.nn.stored`): the width of the squares that share a scale, or 0."""
 
     @staticmethod
-    def __new__(cls, tensors: dict[str, Tensor], sampled: bool, shape: torch.Size, dtype: torch.dtype) -> "CodedWeight":
+    def __new__(
+        cls, tensors: dict[str, Tensor], sampled: bool, shape: torch.Size, dtype: torch.dtype, block: int = 0
+    ) -> "CodedWeight":
         """Return a weight of this shape without memory."""
         device = next(iter(tensors.values())).device
         made: CodedWeight = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         return made
 
-    def __init__(self, tensors: dict[str, Tensor], sampled: bool, shape: torch.Size, dtype: torch.dtype) -> None:
+    def __init__(
+        self, tensors: dict[str, Tensor], sampled: bool, shape: torch.Size, dtype: torch.dtype, block: int = 0
+    ) -> None:
         self.fill(tensors, sampled)
+        self.block = block
 
     def fill(self, tensors: dict[str, Tensor], sampled: bool) -> None:
         """Take the codes and scales of another gather."""
         self.sampled = sampled
         for name in self.NAMES:
             setattr(self, name, tensors.get(name))
+
+    @property
+    def memory(self) -> Tensor:
+        """The codes of a weight that exists only as them, [rows, columns]."""
+        assert self.along is not None
+        return self.along
+
+    @property
+    def scales(self) -> Tensor:
+        """Their scales, [group rows, group columns]."""
+        scale: Tensor = self.along_scale  # type: ignore[attr-defined]
+        return scale.view(1, 1) if scale.numel() == 1 else scale
 
     @property
     def codes(self) -> OperandCodes | None:
@@ -77,24 +96,25 @@ class CodedWeight(Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Return the names of the tensors inside, and the rest, for torch.compile."""
-        return list(self.tensors()), (self.sampled, self.dtype)
+        return list(self.tensors()), (self.sampled, self.dtype, self.block)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], rest: Any, size: Any, stride: Any) -> "CodedWeight":
         """Return the weight that `__tensor_flatten__` took apart."""
-        sampled, dtype = rest
-        return CodedWeight(inner, sampled, size, dtype)
+        sampled, dtype, block = rest
+        return CodedWeight(inner, sampled, size, dtype, block)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Pass on what does not read numbers."""
         self = args[0]
         if func in _ALIASES and isinstance(self, CodedWeight):
-            return CodedWeight(self.tensors(), self.sampled, self.shape, self.dtype)
+            return CodedWeight(self.tensors(), self.sampled, self.shape, self.dtype, self.block)
         if func is torch.ops.aten.zeros_like.default:
             return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         raise UserError(
-            f"{func} reads a weight that was gathered as codes, and only products can: parallelize with gather='weights'."
+            f"{func} reads a weight that exists as codes, and only products can: parallelize with gather='weights', or call "
+            "dither.nn.restore_weights(model) if its weights are stored as codes."
         )
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

@@ -13,6 +13,12 @@ without a special case for small ones. A second moment that overflowed gives NaN
 
 Adam-mini (Zhang et al., 2024) has one v per run of rows: g g above is then the mean over the run.
 
+Muon (Jordan et al., 2024) has no v, and orthogonalizes what it moves matrices along (`dither.optim.orthogonal`):
+
+    m = beta2 m + (1 - beta2) g            beta2 is the momentum
+    u = beta2 m + (1 - beta2) g            with Nesterov momentum, else u = m; rounded to nearest to the gradient's dtype
+    w = decay w - size * 2^48 O(u)
+
 Master weights may be split into a bfloat16 weight, which the model reads, and more bits, which only the optimizer reads.
 
 A float32 number is 16 upper and 16 lower bits. Its nearest bfloat16 number is the upper half, or the one above it if the lower
@@ -28,6 +34,9 @@ nearest even. Masters of 24 bits are rounded to nearest even; the weight is then
 FlashOptim (arXiv 2602.23349) keeps 24 bits as the error in units of 1/254 of the weight's spacing; here it is 1/256.
 
 NaN has low = 0, so it stays NaN.
+
+Weights may also be E4M3 codes with scales, of which there is no wider copy: `dither.ops.reference.weight_codes` has their
+rounding.
 """
 
 import math
@@ -41,7 +50,7 @@ import torch
 from torch import Tensor
 
 from dither.ops import storage
-from dither.ops.reference import philox, rounding, state_maps
+from dither.ops.reference import philox, rounding, state_maps, weight_codes
 from dither.ops.reference import scales as scaling
 from dither.spec import Rounding, Scale
 from dither.spec.formats import TABLE, Format
@@ -125,7 +134,7 @@ class Piece:
     """A matrix of a parameter with its states, all contiguous, which a step changes in place.
 
     `w`, `m` and `v` are [rows, columns], the moments in the states' format, of 4 bits two to a byte. Moments in few bits have
-    scales [rows, blocks per row]. Adam-mini's `v` is float32[runs].
+    scales [rows, blocks per row]. Adam-mini's `v` is float32[runs], and Muon's is `m`, unused.
     """
 
     w: Tensor
@@ -134,7 +143,8 @@ class Piece:
     m_scale: Tensor | None
     v_scale: Tensor | None
     extra: Tensor | None
-    """The float32 master weights, the low bits of split ones, or Kahan's remainder; None if there is none of them."""
+    """The float32 master weights, the low bits of split ones, Kahan's remainder, or the scales of a weight in codes, float32
+    [group rows, group columns]; None if there is none of them."""
     row: int
     """Row of the first element in the whole parameter."""
     column: int
@@ -149,6 +159,13 @@ class Piece:
     """Adam-mini: number of rows of the first run that lie before this piece, on another shard."""
     share: int = 0
     """Adam-mini: number of elements of the whole parameter in one run."""
+    block: int = 0
+    """Width of the squares that share a scale, if `w` has codes; 0 if all of it does."""
+
+    @property
+    def coded(self) -> bool:
+        """Return True if the weight exists only as E4M3 codes."""
+        return self.w.dtype == torch.float8_e4m3fn
 
 
 def prepare(
@@ -270,7 +287,7 @@ class Batch:
         """Return True if a piece is updated together with others: a few elements, each independent of its row and column."""
         update = self.update
         rounds = piece.w.dtype != torch.float32 and not update.master and update.weights == "stochastic"
-        return piece.w.numel() <= SMALL and not (rounds or update.draws_states or update.in_blocks)
+        return piece.w.numel() <= SMALL and not (piece.coded or rounds or update.draws_states or update.in_blocks)
 
     def _update(self, piece: Piece, grad: Tensor, constants: Sequence[Tensor], step: Tensor) -> None:
         """Update a piece in place, each operation rounded on its own; m and v are float32 states or copies of narrower ones."""
@@ -306,6 +323,8 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 def _in_rows(piece: Piece) -> tuple[list[Piece], int]:
     """Return a piece, a large one as parts of some rows, and their number of rows: rows are independent of each other."""
     rows, columns = piece.w.shape
+    if piece.coded:  # groups span rows
+        return [piece], rows
     height = rows if piece.w.is_cuda else max(1, PART * torch.get_num_threads() // columns)
     parts = [
         replace(piece, **{key: x[first : first + height] for key, x in _tensors(piece).items()}, row=piece.row + first)
@@ -341,6 +360,31 @@ class MiniBatch(Batch):
             _move(piece, _direction(m, piece.v[run][:, None], c), c, step, self.update)
             random = _random(piece, step, piece.keys[1]) if self.update.draws_states else None
             _store(piece.m, None, m, self.update, True, random)
+
+
+class MuonBatch(Batch):
+    """Matrices that Muon updates alike: `momentum` comes before their orthogonalization, `step` after it."""
+
+    def momentum(self, grads: Sequence[Tensor], constants: Tensor, step: Tensor, skip: Tensor, *, nesterov: bool) -> None:
+        """Update the momentum, and replace each gradient in place by what is orthogonalized, unless `skip` is 1."""
+        if bool(skip):
+            return
+        for number, parts, height in self._large:
+            c = dict(zip(CONSTANTS, constants[self.pieces[number].constants].unbind(), strict=True))
+            for part, grad in zip(parts, torch.split(grads[number], height), strict=True):
+                g = (grad.float() * c["scale"]).mul_(c["rest2"])
+                m = load_state(part.m, part.m_scale, self.update, True, part.w.shape[-1]).mul_(c["beta2"]).add_(g)
+                along = g.add_(m * c["beta2"]) if nesterov else m
+                grad.copy_(along if grad.dtype == torch.float32 else _nearest(along, FORMATS[grad.dtype]))
+                random = _random(part, step, part.keys[1]) if self.update.draws_states else None
+                _store(part.m, part.m_scale, m, self.update, True, random)
+
+    def _is_small(self, piece: Piece) -> bool:
+        return False
+
+    def _update(self, piece: Piece, grad: Tensor, constants: Sequence[Tensor], step: Tensor) -> None:
+        """Move the weights of a piece along `grad`, its orthogonalized direction."""
+        _move(piece, grad.float() * 2.0**48, dict(zip(CONSTANTS, constants, strict=True)), step, self.update)
 
 
 def second_moment(v: Tensor, sums: Tensor, share: Tensor, constants: Tensor) -> Tensor:
@@ -391,8 +435,16 @@ def _move(piece: Piece, direction: Tensor, c: dict[str, Tensor], step: Tensor, u
 
     Return which masters are ties, bool, if they are split: the sign of the second moment keeps that.
     """
-    format = FORMATS[piece.w.dtype]
     move = direction.mul_(c["size"])
+    if piece.coded:
+        assert piece.extra is not None
+        drawn = _random(piece, step, piece.keys[0], 32) if update.weights == "stochastic" else None
+        w = weight_codes.decode(piece.w, piece.extra, piece.block) * c["decay"] - move
+        codes, scale = weight_codes.encode(w, piece.block, drawn)
+        piece.w.copy_(codes)
+        piece.extra.copy_(scale)
+        return None
+    format = FORMATS[piece.w.dtype]
     if update.master in LOW:
         assert piece.extra is not None
         if update.master == "split24":
@@ -433,10 +485,10 @@ def _nearest(x: Tensor, format: Format) -> Tensor:
     return rounding.round_values(x, format, Rounding("nearest"), False, None)
 
 
-def _random(piece: Piece, step: Tensor, key: int) -> Tensor:
-    """Return 16 random bits per element of a piece, int32[rows, columns]."""
+def _random(piece: Piece, step: Tensor, key: int, width: int = BITS) -> Tensor:
+    """Return `width` random bits per element of a piece, int32[rows, columns]."""
     rows, columns = piece.w.shape
-    return philox.random_bits(Draw(key, step, piece.row, piece.column), rows, columns, BITS)
+    return philox.random_bits(Draw(key, step, piece.row, piece.column), rows, columns, width)
 
 
 def load_state(state: Tensor, scale: Tensor | None, update: Update, signed: bool, columns: int) -> Tensor:

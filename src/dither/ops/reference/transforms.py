@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from dither.ops.reference import philox
-from dither.spec import Hadamard, registry
+from dither.ops.reference import quantize as casts
+from dither.spec import Cast, Hadamard, registry
+from dither.spec.formats import Format
 from dither.spec.random import Draw, Stream
 
 WIDEST = 128
@@ -39,6 +41,26 @@ def transform(x: Tensor, turn: Hadamard, axis: int, place: Tensor | None) -> Ten
         v = v @ _matrix(turn, x.device).T
     turned: Tensor = v.reshape(padded.shape)
     return turned if axis == 1 else turned.T.contiguous()
+
+
+def padded_shape(x: Tensor, turn: Hadamard, axis: int) -> list[int]:
+    """Return the shape of the matrix x after the transform."""
+    size = list(x.shape)
+    size[axis] = -(-size[axis] // turn.size) * turn.size
+    return size
+
+
+def quantize(
+    x: Tensor, cast: Cast, axis: int, draw: Draw | None, place: Tensor | None, container: Format
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (codes of the transformed matrix x, scales of its groups, scale of the tensor): `transform`, then the cast."""
+    return casts.quantize(transform(x, cast.turn, axis, place), cast.unturned, axis, draw, None, container)
+
+
+def quantize_values(x: Tensor, cast: Cast, axis: int, draw: Draw | None, place: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return codes times the scales of their groups in BF16, [R, C] with the padding, and the scale of the tensor."""
+    (values,), tensor = casts.quantize_values(transform(x, cast.turn, axis, place), cast.unturned, (axis,), draw, None)
+    return values, tensor
 
 
 def inverse(x: Tensor, turn: Hadamard, axis: int, place: Tensor | None, length: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""AdamW and Adam-mini, as in `dither.ops.reference.adamw`: many tensors per launch and one pass over memory.
+"""AdamW, Adam-mini and Muon, as in `dither.ops.reference.adamw`: many tensors per launch and one pass over memory.
 
 This file is the host's part: `prepare` computes the constants of a step, and a `Batch` launches the kernels of
 `dither.ops.triton.adamw_kernels` on tensors that are updated alike. The one-letter constants are listed in
@@ -14,9 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dither.ops.reference import weight_codes
 from dither.ops.reference.adamw import FORMATS, UNIT, Piece
 from dither.ops.triton import BoundKernel, native, state_maps
-from dither.ops.triton.adamw_kernels import LANES, _adamw_kernel, _mini_kernel, _run_squares_kernel, _squares_kernel
+from dither.ops.triton.adamw_kernels import (
+    LANES,
+    _adamw_kernel,
+    _mini_kernel,
+    _run_squares_kernel,
+    _squares_kernel,
+    _weight_scales_kernel,
+)
 from dither.ops.triton.adamw_tables import (
     BETA1,
     BETA2,
@@ -41,6 +49,7 @@ from dither.ops.triton.adamw_tables import (
 )
 from dither.ops.triton.rounding import RoundingConstants, fields
 from dither.ops.triton.scales import Scaling, scaling_fields
+from dither.ops.triton.weight_codes import RUN
 from dither.spec import Cast
 from dither.spec.optimizer import BITS, CONSTANTS, MAPS, Update
 
@@ -68,7 +77,7 @@ SQUARES = 1024
 """Elements of a tile where squares are added up."""
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.uint8: tl.uint8}
-TYPES |= {torch.int16: tl.int16, torch.int8: tl.int8}
+TYPES |= {torch.int16: tl.int16, torch.int8: tl.int8, torch.float8_e4m3fn: tl.uint8}
 INTEGERS = {4: tl.int32, 2: tl.int16, 1: tl.uint8}
 
 
@@ -203,7 +212,10 @@ class Batch:
     def __init__(self, pieces: Sequence[Piece], update: Update) -> None:
         self.pieces = tuple(pieces)
         self.update = update
-        self.group = update.block if update.in_blocks else LANES.value
+        coded = pieces[0].coded
+        self.group = update.block if update.in_blocks else RUN.value if coded else LANES.value
+        self.padded = self.group if update.in_blocks or coded else 1
+        """Rows that tiles may not run over are padded to multiples of this."""
         self.program = PROGRAMS["blocks" if update.in_blocks else "whole"]
         self.tile = max(self.program.tile, self.group)  # a block lies within a tile
         self.tiles = max(1, self.program.tile * self.program.tiles // self.tile)
@@ -216,8 +228,7 @@ class Batch:
 
     def _programs(self, piece: Piece, flat: bool) -> int:
         rows, columns = piece.w.shape
-        if not flat and self.update.in_blocks:
-            columns = -(-columns // self.group) * self.group
+        columns = columns if flat else -(-columns // self.padded) * self.padded
         return -(-rows * columns // (self.tile * self.tiles))
 
     def square_sum(self, grads: Sequence[Tensor]) -> Tensor:
@@ -239,19 +250,37 @@ class Batch:
 
         constants: float32[rows, 10], from `prepare`. step: 0-d int64, which random bits depend on. skip: 0-d int32.
         """
+        if not self.pieces[0].coded:
+            self._launch("adamw", grads, constants, step, skip)
+            return
+        for table in self.tables:
+            table.amax.zero_()
+        for rule in ("measure", "adamw"):
+            self._launch(rule, grads, constants, step, skip)
+        for table in self.tables:
+            launch = _weight_scales_kernel[(len(table.indices),)]
+            launch(table.rows, skip, BLOCK=self.pieces[0].block, TILE=256, num_warps=4)
+
+    def _launch(self, rule: str, grads: Sequence[Tensor], constants: Tensor, step: Tensor, skip: Tensor) -> None:
+        """Launch the kernel for a RULE on each table."""
         for table in self.tables:
             kept = table.point(grads)
             device = table.rows.device
-            if table.update is None:
-                table.update = BoundKernel(
+            if rule not in table.updates:
+                table.updates[rule] = BoundKernel(
                     _adamw_kernel,
                     table.programs,
                     (),
                     {
                         "S": _state_scaling(self.update),
                         "KIND": _kind(self.update),
-                        "GROUP": self.group if self.update.in_blocks else 1,
+                        "GROUP": self.padded,
                         "FLAT": table.flat,
+                        "BLOCK": self.pieces[0].block,
+                        "RULE": rule,
+                        "G": fields(FORMATS[kept[0].dtype]),
+                        "GH": RoundingConstants("nearest", 0, 32, True, native(device)),
+                        "G_STORE": INTEGERS[kept[0].itemsize],
                         "TILE": self.tile,
                         "TILES": self.tiles,
                         **_kinds(self.pieces[0], kept[0], self.update, table.flat, native(device)),
@@ -261,7 +290,19 @@ class Batch:
                     enable_fp_fusion=False,
                 )
             map_tables = state_maps.device_tables(device) if self.update.states in ("dynamic8", "dynamic4") else None
-            table.update(table.rows, table.grads, table.owner, constants, step, skip, map_tables)
+            table.updates[rule](table.rows, table.grads, table.owner, constants, step, skip, map_tables)
+
+
+class MuonBatch(Batch):
+    """Matrices that Muon updates alike: `momentum` comes before their orthogonalization, `step` after it."""
+
+    def momentum(self, grads: Sequence[Tensor], constants: Tensor, step: Tensor, skip: Tensor, *, nesterov: bool) -> None:
+        """Update the momentum, and replace each gradient in place by what is orthogonalized, unless `skip` is 1."""
+        self._launch("nesterov" if nesterov else "momentum", grads, constants, step, skip)
+
+    def step(self, grads: Sequence[Tensor], constants: Tensor, step: Tensor, skip: Tensor) -> None:
+        """Move the weights along `grads`, their orthogonalized directions, unless `skip` is 1."""
+        self._launch("move", grads, constants, step, skip)
 
 
 def _kind(update: Update) -> str:
@@ -271,14 +312,16 @@ def _kind(update: Update) -> str:
 
 def _kinds(piece: Piece, grad: Tensor, update: Update, aligned: bool, fast: bool) -> dict[str, object]:
     """Return the compile-time constants that AdamW and Adam-mini share."""
-    format = FORMATS[piece.w.dtype]
+    format = weight_codes.E4M3 if piece.coded else FORMATS[piece.w.dtype]
     mode = update.master.replace("fp32", "master") or ("kahan" if update.weights == "kahan" and format.bits < 32 else "plain")
-    draws = mode == "plain" and update.weights == "stochastic" and format.bits < 32
+    mode = "codes" if piece.coded else mode
+    draws = mode in ("plain", "codes") and update.weights == "stochastic" and format.bits < 32
     stochastic = RoundingConstants("stochastic", BITS, BITS, True, fast)
+    of_weights = RoundingConstants("stochastic", weight_codes.BITS, 32, True, fast) if piece.coded else stochastic
     nearest = RoundingConstants("nearest", 0, 32, True, fast)
     return {
         "W": fields(format),
-        "WH": stochastic if draws else nearest,
+        "WH": of_weights if draws else nearest,
         "MODE": mode,
         "F": fields(update.format or UNIT),
         "FH": stochastic if update.draws_states else nearest,

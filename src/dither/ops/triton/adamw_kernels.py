@@ -1,4 +1,4 @@
-"""The kernels of AdamW and Adam-mini: one pass over memory, many tensors per launch; see `dither.ops.reference.adamw`.
+"""The kernels of AdamW, Adam-mini and Muon: one pass over memory, many tensors per launch; see `dither.ops.reference.adamw`.
 
 Tables in device memory say where each tensor lies (`ops.triton.adamw_tables`). A program looks up the piece that its tiles
 belong to. A tile is TILE elements in memory order.
@@ -14,12 +14,16 @@ Legend:
     W, WH          format of the weights (`rounding.Fields`) and their rounding (`rounding.RoundingConstants`)
     F, FH, S       format of the states, their rounding, and the scaling of 8-bit states (`scales.Scaling`)
     H              a rounding in general: WH or FH
-    MODE           how weights are kept: "plain", "kahan", or with masters: "master" (float32), "split" or "split24"
+    MODE           how weights are kept: "plain", "kahan", with masters: "master" (float32), "split" or "split24"; or as "codes"
+    BLOCK          width of the squares that share a scale, if weights are codes; 0 if a tensor has one scale
+    RULE           what a pass does: "adamw"; "measure", which comes before it if weights are codes and finds the largest of a
+                   group; or one half of Muon: "momentum" or "nesterov" before its orthogonalization, "move" after it
+    G, GH          format of the gradients, and rounding to nearest, for those that Muon overwrites
     KIND           how moments are kept: "whole" (fp32, bf16), "codes" (8-bit formats), "dynamic8", "companded8" or "dynamic4"
     place          int[TILE]: where the codes of moments lie in memory: `offset`, or the byte of two neighbours ("dynamic4")
     GROUP          neighbours in a row that share the scale of a state in few bits
     W_TYPE, G_TYPE, S_TYPE    types of weights, gradients and states in memory; E_TYPE that of `extra`
-    W_STORE, S_STORE          integers of the size of weights and states, as which they are stored
+    W_STORE, G_STORE, S_STORE    integers of the size of weights, gradients and states, as which they are stored
     TILE, TILES    elements of a tile, and tiles of a program
     FLAT           rows are whole Philox blocks (and whole groups), so tiles run over the ends of rows and no lane is idle
     ALIGNED        all addresses are multiples of 16 bytes
@@ -29,8 +33,9 @@ Legend:
 import triton
 import triton.language as tl
 
-from dither.ops.triton import state_maps
+from dither.ops.triton import state_maps, weight_codes
 from dither.ops.triton.adamw_tables import (
+    AMAX_ADDRESS,
     BETA1,
     BETA2,
     COLUMNS,
@@ -451,6 +456,17 @@ def random_bits(key, step, row, column, TILE: tl.constexpr, FLAT: tl.constexpr):
 
 
 @triton.jit
+def wide_random_bits(key, step, row, column, TILE: tl.constexpr, FLAT: tl.constexpr):
+    """Return 32 random bits per element, int32[TILE]; `row` and `column` are those of `coordinates`."""
+    if FLAT:  # two calls in place of one
+        row = tl.reshape(tl.broadcast_to(row[:, None], [TILE // LANES, 2]), [TILE // 4])
+        column = tl.reshape(column[:, None] + (tl.arange(0, 2) * 4)[None, :].to(tl.uint32), [TILE // 4])
+        return random_calls(key, step, row, column, TILE // 4, 32)
+    else:
+        return random_elements(key, step, row, column, 32)
+
+
+@triton.jit
 def second_random_bits(random):
     """Return the bits for the second moment from those for the first: an odd factor modulo 2^16 permutes them."""
     return (random * ODD) & 0xFFFF
@@ -481,6 +497,11 @@ def _adamw_kernel(
     S_STORE: tl.constexpr,
     FLAT: tl.constexpr,
     ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RULE: tl.constexpr,
+    G: tl.constexpr,
+    GH: tl.constexpr,
+    G_STORE: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):
@@ -494,6 +515,11 @@ def _adamw_kernel(
     step_size = 2^-48 lr / (1 - beta1^t), root = 1 / sqrt(1 - beta2^t), decay = 1 - lr * weight_decay. The update reads m and v
     before they are rounded. Example, first step, beta1 = 0.9, beta2 = 0.999, lr = 0.001, no decay, g = 2: m = 0.2, v = 0.004,
     root = 31.6, so w moves by 0.001 * 10 * 0.2 / (0.0632 * 31.6) = 0.001.
+
+    Muon takes two passes, between which what the first one leaves in place of the gradient is orthogonalized:
+
+        "momentum"    m = beta2 * m + rest2 * g;  grad = m, or with "nesterov" grad = beta2 * m + rest2 * g
+        "move"        w = decay * w - step_size * 2^48 grad
 
     tables_ptr: the tables of the dynamic 8-bit map, or None.
     """
@@ -531,9 +557,11 @@ def _adamw_kernel(
 
     m_scale = piece_pointer(table_ptr, piece, M_SCALE_ADDRESS, tl.float32, False)
     v_scale = piece_pointer(table_ptr, piece, V_SCALE_ADDRESS, tl.float32, False)
+    amax_ptr = piece_pointer(table_ptr, piece, AMAX_ADDRESS, tl.int32, False)
     blocks_end = (elements // columns) * tl.cdiv(columns, GROUP)
 
     # Everything above is loaded once per program, and shared by its TILES tiles.
+    ADAMW: tl.constexpr = RULE == "adamw" or RULE == "measure"
     first_row, first_column = first_place((program - first) * TILES * TILE, columns)
     for tile in range(TILES):
         e0 = ((program - first) * TILES + tile) * TILE
@@ -552,97 +580,147 @@ def _adamw_kernel(
             m_ptr = m_start + base
             v_ptr = v_start + base
         extra_ptr = extra_start + base
-        w = widen(tl.load(w_ptr + offset, mask=inside, other=0.0), WH.NATIVE)
-        g = widen(tl.load(g_start + base + offset, mask=inside, other=0.0), WH.NATIVE) * scale
-        extra = w
         low = offset
-        if MODE == "split" or MODE == "split24":
-            low = tl.load(extra_ptr + offset, mask=inside, other=0)
-        elif MODE != "plain":
-            extra = widen(tl.load(extra_ptr + offset, mask=inside, other=0.0), WH.NATIVE)
-        if KIND == "whole":
-            m = widen(tl.load(m_ptr + offset, mask=inside, other=0.0), WH.NATIVE)
-            v = widen(tl.load(v_ptr + offset, mask=inside, other=0.0), WH.NATIVE)
-        else:
+        if ADAMW or RULE == "move":
+            if MODE == "codes":
+                groups, groups_inside = weight_codes.groups_of(e0, elements, columns, BLOCK, GROUP, TILE, FLAT)
+                w = weight_codes.load_weights(w_ptr, offset, inside, extra_start, groups, groups_inside, W, TILE)
+            else:
+                w = widen(tl.load(w_ptr + offset, mask=inside, other=0.0), WH.NATIVE)
+            extra = w
+            v = w  # of Muon, which has no second moments
+        g = widen(tl.load(g_start + base + offset, mask=inside, other=0.0), WH.NATIVE)
+        if RULE != "move":
+            g = g * scale
+        if ADAMW or RULE == "move":
+            if MODE == "split" or MODE == "split24":
+                low = tl.load(extra_ptr + offset, mask=inside, other=0)
+            elif MODE != "plain" and MODE != "codes":
+                extra = widen(tl.load(extra_ptr + offset, mask=inside, other=0.0), WH.NATIVE)
+        if KIND != "whole":
             blocks = e0 // GROUP + tl.arange(0, TILE // GROUP)
             blocks_inside = blocks < blocks_end
-            m = load_codes(
-                m_ptr, place, inside, m_scale, blocks, blocks_inside, tables_ptr, F, KIND, True, GROUP, TILE, WH.NATIVE
-            )
-            v = load_codes(
-                v_ptr, place, inside, v_scale, blocks, blocks_inside, tables_ptr, F, KIND, False, GROUP, TILE, WH.NATIVE
-            )
-        if MODE == "split" or MODE == "split24":
-            extra = joined_masters(w, low, v, MODE)
-            v = tl.abs(v)
+        if RULE != "move":
+            if KIND == "whole":
+                m = widen(tl.load(m_ptr + offset, mask=inside, other=0.0), WH.NATIVE)
+            else:
+                m = load_codes(
+                    m_ptr, place, inside, m_scale, blocks, blocks_inside, tables_ptr, F, KIND, True, GROUP, TILE, WH.NATIVE
+                )
+        if ADAMW:
+            if KIND == "whole":
+                v = widen(tl.load(v_ptr + offset, mask=inside, other=0.0), WH.NATIVE)
+            else:
+                v = load_codes(
+                    v_ptr, place, inside, v_scale, blocks, blocks_inside, tables_ptr, F, KIND, False, GROUP, TILE, WH.NATIVE
+                )
+        if ADAMW or RULE == "move":
+            if MODE == "split" or MODE == "split24":
+                extra = joined_masters(w, low, v, MODE)
+                v = tl.abs(v)
 
-        m = beta1 * m + rest1 * g
-        v = beta2 * v + rest2 * (g * g)
-        if KIND == "dynamic8" or KIND == "dynamic4" or KIND == "codes":  # these leave no registers for eight roots at a time
-            deviation = square_root(v, WH.NATIVE)
-        else:
-            deviation = square_roots(v, WH.NATIVE)
-        direction = quotient(m, deviation * root + eps, WH.NATIVE)
-        if KIND == "companded8":
-            v = deviation
-        w, extra = moved_weights(w, extra, direction, decay, shrink, step_size, W, WH, MODE)
         random = offset
-        if WH.KIND == "stochastic":
-            random = random_bits(w_key, step, row, column, TILE, FLAT)
-        if MODE == "split" or MODE == "split24":
-            upper, low, v = split_masters(w, v, MODE)
-            tl.store(w_ptr.to(tl.pointer_type(W_STORE)) + offset, (upper >> 16).to(tl.int16), mask=inside)
-            tl.store(extra_ptr + offset, low, mask=inside)
+        if ADAMW:
+            m = beta1 * m + rest1 * g
+            v = beta2 * v + rest2 * (g * g)
+            if KIND == "dynamic8" or KIND == "dynamic4" or KIND == "codes":  # these leave no registers for eight roots
+                deviation = square_root(v, WH.NATIVE)
+            else:
+                deviation = square_roots(v, WH.NATIVE)
+            direction = quotient(m, deviation * root + eps, WH.NATIVE)
+            if KIND == "companded8":
+                v = deviation
+        elif RULE == "move":
+            direction = g * 2.0**48
         else:
-            store_rounded(w_ptr.to(tl.pointer_type(W_STORE)), offset, w, random, inside, W, WH)
-        if MODE == "master":
-            tl.store(extra_ptr + offset, extra, mask=inside)
-        elif MODE == "kahan":
-            store_rounded(extra_ptr.to(tl.pointer_type(W_STORE)), offset, extra, random, inside, W, WH)
-        if FH.KIND == "stochastic":
-            random = random_bits(state_key, step, row, column, TILE, FLAT)
-        if KIND == "whole":
-            store_rounded(m_ptr.to(tl.pointer_type(S_STORE)), offset, m, random, inside, F, FH)
-            store_rounded(v_ptr.to(tl.pointer_type(S_STORE)), offset, v, second_random_bits(random), inside, F, FH)
-        else:
-            store_codes(
-                m_ptr,
-                place,
-                inside,
-                m_scale,
-                blocks,
-                blocks_inside,
-                m,
-                random,
-                tables_ptr,
-                F,
-                FH,
-                S,
-                KIND,
-                True,
-                GROUP,
-                TILE,
-                FLAT,
-            )
-            store_codes(
-                v_ptr,
-                place,
-                inside,
-                v_scale,
-                blocks,
-                blocks_inside,
-                v,
-                second_random_bits(random),
-                tables_ptr,
-                F,
-                FH,
-                S,
-                KIND,
-                False,
-                GROUP,
-                TILE,
-                FLAT,
-            )
+            m = beta2 * m + rest2 * g
+            along = beta2 * m + rest2 * g if RULE == "nesterov" else m
+            store_rounded((g_start + base).to(tl.pointer_type(G_STORE)), offset, along, random, inside, G, GH)
+        if ADAMW or RULE == "move":
+            w, extra = moved_weights(w, extra, direction, decay, shrink, step_size, W, WH, MODE)
+            if RULE == "measure":
+                weight_codes.keep_largest(amax_ptr, w, inside, groups, groups_inside, BLOCK, TILE)
+            elif WH.KIND == "stochastic":
+                if MODE == "codes":
+                    random = wide_random_bits(w_key, step, row, column, TILE, FLAT)
+                else:
+                    random = random_bits(w_key, step, row, column, TILE, FLAT)
+            if RULE == "measure":
+                pass
+            elif MODE == "codes":
+                weight_codes.store_weights(w_ptr, offset, inside, amax_ptr, groups, groups_inside, w, random, W, WH, TILE)
+            elif MODE == "split" or MODE == "split24":
+                upper, low, v = split_masters(w, v, MODE)
+                tl.store(w_ptr.to(tl.pointer_type(W_STORE)) + offset, (upper >> 16).to(tl.int16), mask=inside)
+                tl.store(extra_ptr + offset, low, mask=inside)
+            else:
+                store_rounded(w_ptr.to(tl.pointer_type(W_STORE)), offset, w, random, inside, W, WH)
+            if MODE == "master":
+                tl.store(extra_ptr + offset, extra, mask=inside)
+            elif MODE == "kahan":
+                store_rounded(extra_ptr.to(tl.pointer_type(W_STORE)), offset, extra, random, inside, W, WH)
+        if RULE != "move" and RULE != "measure":
+            if FH.KIND == "stochastic":
+                random = random_bits(state_key, step, row, column, TILE, FLAT)
+            if KIND == "whole":
+                store_rounded(m_ptr.to(tl.pointer_type(S_STORE)), offset, m, random, inside, F, FH)
+            else:
+                store_codes(
+                    m_ptr,
+                    place,
+                    inside,
+                    m_scale,
+                    blocks,
+                    blocks_inside,
+                    m,
+                    random,
+                    tables_ptr,
+                    F,
+                    FH,
+                    S,
+                    KIND,
+                    True,
+                    GROUP,
+                    TILE,
+                    FLAT,
+                )
+        if RULE == "adamw":
+            if KIND == "whole":
+                store_rounded(v_ptr.to(tl.pointer_type(S_STORE)), offset, v, second_random_bits(random), inside, F, FH)
+            else:
+                store_codes(
+                    v_ptr,
+                    place,
+                    inside,
+                    v_scale,
+                    blocks,
+                    blocks_inside,
+                    v,
+                    second_random_bits(random),
+                    tables_ptr,
+                    F,
+                    FH,
+                    S,
+                    KIND,
+                    False,
+                    GROUP,
+                    TILE,
+                    FLAT,
+                )
+
+
+@triton.jit
+def _weight_scales_kernel(table_ptr, skip_ptr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Store the scales of a weight in codes after a step, one program per piece; nothing is written if `skip` is 1."""
+    if tl.load(skip_ptr) != 0:
+        return
+    piece = tl.program_id(0)
+    columns = piece_field(table_ptr, piece, COLUMNS)
+    count = columns * 0 + 1
+    if BLOCK:
+        count = tl.cdiv(piece_field(table_ptr, piece, ELEMENTS) // columns, BLOCK) * tl.cdiv(columns, BLOCK)
+    scale_ptr = piece_pointer(table_ptr, piece, EXTRA_ADDRESS, tl.float32, False)
+    weight_codes.store_scales(scale_ptr, piece_pointer(table_ptr, piece, AMAX_ADDRESS, tl.int32, False), count, TILE)
 
 
 @triton.jit

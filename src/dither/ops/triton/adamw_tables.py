@@ -39,11 +39,13 @@ RUN_ROWS = tl.constexpr(3)
 RUN_ELEMENTS = tl.constexpr(4)
 """Adam-mini: how many elements of the whole parameter share one second moment."""
 EXTRA_ADDRESS = tl.constexpr(5)
-"""The address of the float32 master weights or of Kahan's remainder; 0 if there is neither."""
+"""The address of the float32 master weights, of Kahan's remainder, or of the scales of a weight in codes; 0 for none."""
 W_KEY = tl.constexpr(6)
 STATE_KEY = tl.constexpr(7)
+AMAX_ADDRESS = tl.constexpr(8)
+"""A weight in codes: the address of the largest magnitudes of its groups after the step, int32 bits of float32."""
 LEAD_ROWS = tl.constexpr(9)
-"""Adam-mini: how many rows of the first run lie before this piece, on another shard. Column 8 is unused."""
+"""Adam-mini: how many rows of the first run lie before this piece, on another shard."""
 ELEMENTS = tl.constexpr(10)
 COLUMNS = tl.constexpr(11)
 FIRST_ROW = tl.constexpr(12)
@@ -152,18 +154,22 @@ class PieceTable:
         flat: tiles run over the ends of rows, and all addresses are multiples of 16 bytes.
         """
         self.indices, self.flat, self.programs = indices, flat, sum(counts)
-        table, first_program = [], 0
-        for piece, count in zip(pieces, counts, strict=True):
-            table.append(piece_row(piece, first_program))
-            first_program += count
+        table, first_program, first_group = [], 0, 0
         device = pieces[0].w.device
+        groups = [0 if piece.extra is None or not piece.coded else piece.extra.numel() for piece in pieces]
+        self.amax = torch.zeros(sum(groups), dtype=torch.int32, device=device)
+        """The largest magnitudes of the groups of weights in codes."""
+        for piece, count, number in zip(pieces, counts, groups, strict=True):
+            table.append(piece_row(piece, first_program))
+            table[-1][AMAX_ADDRESS.value] = self.amax.data_ptr() + first_group * self.amax.itemsize
+            first_program, first_group = first_program + count, first_group + number
         self.rows = torch.tensor(table, dtype=torch.int64).to(device)
         self.owner = torch.repeat_interleave(torch.tensor(counts)).to(device, torch.int32)
         # Padded to whole launches of the kernel that writes it.
         self.grads = torch.empty(-(-len(pieces) // ADDRESSES) * ADDRESSES, dtype=torch.int64, device=device)
         self.written: tuple[int, ...] = ()
         self.captured = False
-        self.update: BoundKernel | None = None
+        self.updates: dict[str, BoundKernel] = {}
         self.squares: BoundKernel | None = None
 
     def point(self, grads: Sequence[Tensor]) -> list[Tensor]:

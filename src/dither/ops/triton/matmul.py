@@ -20,7 +20,7 @@ from dither.ops.reference import matmul as reference
 from dither.ops.reference.matmul import Operand
 from dither.ops.reference.scales import loaded_scale
 from dither.ops.storage import storage_dtype
-from dither.ops.triton import interpreted, quantize
+from dither.ops.triton import interpreted, mx_fp8, quantize
 from dither.spec import Cast
 from dither.spec.engines import Engine, engine_for, scales_inside
 
@@ -72,6 +72,8 @@ def product_on(
         return _sixteen_bit_product(engine, a, b, bias, dtype)
     if engine.name in ("mxfp8", "mxfp4", "nvfp4"):
         return _mx_product(engine, a, b, bias, dtype)
+    if engine.name == "fp8-mxfp4":
+        return _mx_by_fp8(a, b, bias, dtype)
     if engine.scaling == "group":
         # cuBLAS takes no two operands with blocks: the first one's scales are repeated for each row, as those of tiles.
         rows = b.cast is not None and b.cast.group.kind == "block"
@@ -308,6 +310,22 @@ def _int8_sums(a: Tensor, b: Tensor) -> Tensor:
     if len(parts) == 1:
         return parts[0][:P, :Q].float()
     return functools.reduce(torch.add, [part.double() for part in parts])[:P, :Q].float()
+
+
+# MXFP4 on FP8 units -----------------------------------------------------------------------------------------------------
+
+
+def _mx_by_fp8(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the product of MXFP4 operands on FP8 units; BF16 units make its blocks of rows that do not fit."""
+    assert a.scale is not None
+    assert b.scale is not None
+    (left, left_scale, left_unfit), (right, right_scale, right_unfit) = (
+        mx_fp8.as_fp8(x.values, x.scale, x.length) for x in (a, b) if x.scale is not None
+    )
+    scaling = ScalingType.BlockWise1x128
+    result = scaled_mm(left, right.T, left_scale, scaling, right_scale, scaling, output_dtype=dtype)
+    mx_fp8.replace_unfit(result, (a.values, a.scale), left_unfit, (b.values, b.scale), right_unfit, a.length)
+    return result if bias is None else result + bias.to(dtype)
 
 
 # Units that scale groups of 32 or 16 ------------------------------------------------------------------------------------
