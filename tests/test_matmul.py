@@ -42,7 +42,7 @@ def operand(x: Tensor, text: str, code_format: str = "") -> Operand:
         return Operand(x, length=x.shape[1])
     cast = Cast.parse(text)
     values, scale, tensor = torch.ops.dither.quantize(x, str(cast), 1, None, code_format, 0, None, 0, 0, "reference")
-    stored = Cast(code_format or cast.format, cast.granularity, cast.scale)
+    stored = Cast(code_format, cast.granularity, cast.scale) if code_format else cast.codes
     return Operand(
         values,
         scale if cast.group.kind != "none" else None,
@@ -397,7 +397,7 @@ def test_scales_of_groups_are_applied_to_float32_sums(kernels, units: str, a: st
     close(found, exact(x, a), exact(y, b), bias)
 
 
-@pytest.mark.parametrize("cast", ["e4m3 block(128)", "e2m1 tile(32)"])
+@pytest.mark.parametrize("cast", ["e4m3 block(128)", "e2m1 tile(32)", "q4_0", "int4-g128"])
 @pytest.mark.parametrize(("units", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_an_uncast_operand_beside_groups(kernels, units: str, dtype: torch.dtype, cast: str) -> None:
     x, y, bias = data(4, 6, 136)

@@ -141,16 +141,41 @@ def test_axes_of_four_dimensions(text: str, axis: int, device: str) -> None:
     assert pairs.check_quantize(x.permute(2, 3, 0, 1), Cast.parse(text), axis) == 0
 
 
-TURNS = ["hadamard(16)", "hadamard(32,plain)", "hadamard(64,redrawn)", "hadamard(128)"]
+TRANSFORMS = ["hadamard(16)", "hadamard(32,plain)", "hadamard(64,redrawn)", "hadamard(128)"]
 
 
-@pytest.mark.parametrize("text", TURNS)
+@pytest.mark.parametrize("text", TRANSFORMS)
 def test_transforms(text: str, device: str) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         x = pairs.hard_values(37, 150, dtype, 10, device)
         for axis in (0, 1):
             assert pairs.check_transform(x, text, axis) == 0
             assert pairs.check_transform(x.T.contiguous().T, text, axis) == 0
+
+
+TRANSFORMED = [
+    "nvfp4 stochastic(16) hadamard(16)",
+    "nvfp4 nearest hadamard(128,redrawn)",
+    "mxfp4 stochastic(8) hadamard(64,redrawn)",
+    "mxfp8 nearest hadamard(32,plain)",
+    "e2m1 tile(16) four_over_six nearest hadamard(16)",
+    "e4m3 tile(128) fp32 nearest hadamard(32)",
+]
+
+
+@pytest.mark.sampled(without=[TRANSFORMED[1], TRANSFORMED[3], TRANSFORMED[5]])
+@pytest.mark.parametrize("text", TRANSFORMED)
+def test_transforms_and_casts_at_once(text: str, device: str) -> None:
+    """Whole tiles and ragged ones, other strides, shards, lost groups, and FP4 as FP8 codes."""
+    x = pairs.hard_values(37, 150, torch.bfloat16, 10, device)
+    for axis in (0, 1):
+        assert pairs.check_transformed(x, text, axis, (3, 8)) == 0
+        assert pairs.check_transformed(x.T.contiguous().T.float(), text, axis, (1, 3)) == 0
+    lost = pairs.hard_values(64, 128, torch.float32, 11, device)
+    lost[3, 5], lost[40, 100] = torch.nan, torch.inf
+    assert pairs.check_transformed(lost, text, 1) == 0
+    if "e4m3" not in text and "mxfp8" not in text and "nvfp4" not in text:
+        assert pairs.check_transformed(x, text, 0, container="e4m3") == 0
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(64, 512), (45, 336)])

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from dither.evaluate import deploy, plan_from_bitwidths
     from dither.exporting import export, rollout_weights
     from dither.models import output_loss
+    from dither.models.deployment import qat
     from dither.nn import Linear, bitwidth_loss, capture_passes, effective_precision, sampling_parameters, step_context
     from dither.nn.compile import compile_blocks as compile
     from dither.nn.convert import Conversion, convert
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from dither.spec.cast import NamedCast
     from dither.spec.formats import Format
     from dither.spec.recipes import Recipe, recipe
-    from dither.spec.registry import RoundingRule, ScaleRule, Transform, register
+    from dither.spec.registry import RoundingRule, ScaleRule, TransformRule, register
     from dither.spec.schedule import PlanSchedule
 
 __version__ = "0.1.0"
@@ -34,9 +35,9 @@ __version__ = "0.1.0"
 __all__ = [
     "AmaxHistory", "BitwidthLoss", "Cast", "Conversion", "DitherError", "Format", "LayerPrecision", "Linear", "MemoryOptions",
     "Monitor", "NamedCast", "PerformanceWarning", "Plan", "PlanSchedule", "Quantized", "Recipe", "RoundingRule", "Sampling",
-    "ScaleRule", "Stream", "Transform", "UserError", "WeightDecay", "amax", "auto_plan", "bitwidth_loss",
+    "ScaleRule", "Stream", "TransformRule", "UserError", "WeightDecay", "amax", "auto_plan", "bitwidth_loss",
     "capture_passes", "compile", "convert", "deploy",
-    "effective_precision", "export", "fake_quantize", "output_loss", "parallelize", "plan_from_bitwidths", "quantize",
+    "effective_precision", "export", "fake_quantize", "output_loss", "parallelize", "plan_from_bitwidths", "qat", "quantize",
     "quantize_both", "recipe", "register", "rollout_weights", "round_to", "safe_bitwidth", "sample", "sampling_parameters",
     "step_context",
 ]  # fmt: skip
@@ -53,8 +54,9 @@ __getattr__ = lazily(
         "dither.spec.formats": "Format",
         "dither.spec.cast": "NamedCast",
         "dither.spec.recipes": "Recipe recipe",
-        "dither.spec.registry": "RoundingRule ScaleRule Transform register",
+        "dither.spec.registry": "RoundingRule ScaleRule TransformRule register",
         "dither.spec.schedule": "PlanSchedule",
+        "dither.models.deployment": "qat",
         "evaluate": "deploy plan_from_bitwidths",
         "exporting": "export rollout_weights",
         "models": "output_loss",

@@ -64,6 +64,16 @@ def test_transforms(text: str, axis: int) -> None:
     x = big(torch.bfloat16, 4)[:2504]
     assert pairs.check_transform(x, text, axis) == 0
     assert pairs.check_transform(x.float()[:, :1001], text, axis) == 0
+    for cast in (
+        "nvfp4 stochastic(16)",
+        "nvfp4 nearest",
+        "mxfp4 stochastic(16)",
+        "mxfp8 nearest",
+        "e4m3 tile(128) fp32 nearest",
+    ):
+        assert pairs.check_transformed(x, f"{cast} {text}", axis, (3, 8)) == 0
+        assert pairs.check_transformed(x.float()[:, :1001], f"{cast} {text}", axis) == 0
+    assert pairs.check_transformed(x, f"e2m1 tile(16) four_over_six nearest {text}", axis) == 0
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ def export(
     model: ModelPath,
     /,
     out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="FOLDER", help_behavior_hint="")] = None,
-    format: Annotated[str, tyro.conf.arg(metavar="FORMAT")] = "bf16",
+    format: Annotated[str | None, tyro.conf.arg(metavar="FORMAT", help_behavior_hint="")] = None,
     plan: Annotated[Path | None, tyro.conf.arg(metavar="PLAN.json")] = None,
     tokenizer: Tokenizer = None,
     data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SOURCE...")] = (),
@@ -40,7 +40,8 @@ def export(
     Args:
         out: The folder to write, new or empty; with a GGUF format the file to write.
         format: bf16, fp16, fp8-block, fp8-dynamic, mxfp8, mxfp4, nvfp4, int8, int4-g32, int4-g128; auto, by learned bitwidths
-            or by a plan; or gguf-f16, gguf-q8_0, gguf-q4_0, gguf-mxfp4.
+            or by a plan; or gguf-f16, gguf-q8_0, gguf-q4_0, gguf-mxfp4. By default that of `dither train --qat`, whose codes
+            are written, or else bf16.
         plan: With auto: the plan whose casts of weights choose the formats; by default that of the run.
         data: Text for the loss before and after the cast; by default the held-out text of the run.
         sequence: Tokens per sequence of that text; by default as in training, or 1024.
@@ -61,22 +62,15 @@ def export(
     from dither.exporting.sources import deployment_plan, opened
     from dither.models.lora import merged_model
 
-    check_format(format)
+    check_format("bf16" if format is None else format)
     if out is None:
         raise UserError("Name the folder to write with -o, such as -o exported.")
     if plan is not None and format != AUTO:
         raise UserError(f"--plan chooses the formats of layers, and --format {format} is one for all: use --format auto.")
     if sequences < 0 or (sequence is not None and sequence < 1):
         raise UserError(f"--sequence is at least 1 token and --sequences at least 0, not {sequence} and {sequences}.")
-    folder.check_target(out, format)
-    words = ["dither", "export", str(model), "-o", str(out), "--format", format]
-    words += [] if plan is None else ["--plan", str(plan)]
-    words += [] if tokenizer is None else ["--tokenizer", tokenizer]
-    words += ["--data", *data] if data else []
-    words += ["--merge"] if merge else []
-    words += ["--engine", engine] if engine != "any" else []
-    words += ["--slack", str(slack)] if format == AUTO and plan is None and slack != SLACK else []
-    command = shlex.join(words)
+    if format is not None:
+        folder.check_target(out, format)
     if format in GGUF_NAMES:
         require("gguf", f"--format {format}")
     if check:
@@ -89,6 +83,18 @@ def export(
             print(note, file=sys.stderr)
         if source.adapted is None and merge:
             raise UserError(f"--merge is for runs that trained adapters, and {str(model)!r} has none: leave it out.")
+        adapts = source.adapted is not None and not merge
+        if format is None or (format == AUTO and plan is None and not adapts):
+            format = ("bf16" if adapts else source.qat) or format or "bf16"
+            folder.check_target(out, format)
+        words = ["dither", "export", str(model), "-o", str(out), "--format", format]
+        words += [] if plan is None else ["--plan", str(plan)]
+        words += [] if tokenizer is None else ["--tokenizer", tokenizer]
+        words += ["--data", *data] if data else []
+        words += ["--merge"] if merge else []
+        words += ["--engine", engine] if engine != "any" else []
+        words += ["--slack", str(slack)] if format == AUTO and plan is None and slack != SLACK else []
+        command = shlex.join(words)
         if source.adapted is not None and source.lora is not None and not merge:
             if format != "bf16" or plan is not None:
                 raise UserError("Adapters are written as they are: --format and --plan need --merge.")
@@ -108,7 +114,7 @@ def export(
                     "with --data, or use --format bf16."
                 )
             loss_base = evaluate(merged_model(source.adapted, adapters=False))
-        chosen = None
+        chosen = source.plan if source.qat == format else None
         if format == AUTO:
             chosen = Plan.load(plan) if plan is not None else deployment_plan(source, slack)
         record = folder.export(

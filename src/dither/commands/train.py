@@ -44,6 +44,8 @@ def train(
     resume: Switch = False,
     resume_auto: Annotated[Switch, tyro.conf.arg(name="resume=auto", aliases=["--resume-auto"])] = False,
     start_from: Annotated[str | None, tyro.conf.arg(name="from", metavar="RUN|CHECKPOINT|MODEL", help_behavior_hint="")] = None,
+    qat: Annotated[str | None, tyro.conf.arg(metavar="FORMAT", help_behavior_hint="")] = None,
+    teacher: Annotated[str | None, tyro.conf.arg(metavar="RUN|CHECKPOINT|MODEL", help_behavior_hint="")] = None,
     out: Annotated[str | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None,
     nproc: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
     fast: Switch = False,
@@ -65,6 +67,8 @@ def train(
         resume_auto: Resume the run in the folder, or start it if there is none: for jobs that a scheduler restarts.
         start_from: Start a new run, with a new schedule, from the weights of a run, a checkpoint (also a
             DCP or torchtitan one) or a Hugging Face folder.
+        qat: Train the model of --from for a deployment format, such as nvfp4: sets qat.format; see docs/qat.md.
+        teacher: Learn the predictions of this model too: sets qat.teacher.
         out: The folder of the run: sets run.out.
         nproc: Start N ranks on this machine, which share the run as [parallel] says; only rank 0 prints.
         fast: Choose what was measured to be fastest for this model on this GPU and fits: FP8 products, BF16 weights and states
@@ -88,7 +92,8 @@ def train(
     sources = tuple(source for source in sources if not _is_setting(source))
     if out is not None and folder is not None:
         raise UserError(f"The run is in {folder!r} or in --out {out!r}: name one folder.")
-    settings = (*given, *sum(set, ()))
+    named = {"qat.format": qat, "qat.teacher": teacher}
+    settings = (*(f"{field}={value}" for field, value in named.items() if value is not None), *given, *sum(set, ()))
     config = resolve(file, data=sources, settings=settings, resume=how, start_from=start_from, out=out or folder)
     if nproc is not None:
         config.parallel.sizes(nproc)
@@ -192,6 +197,10 @@ def resolve(
         start_from = None if there else start_from
     if start_from is not None:
         base = _starting_from(Path(start_from), base, own=file is not None)
+        if file is None and any(setting.startswith("qat.format=") for setting in settings):
+            # The casts of the run that made the weights are not those of the new one.
+            kept = replace(base.precision, recipe=None, plan=None, schedule=(), output=None, sampling=None)
+            base = replace(base, precision=kept, snip=Config().snip)
     return override(base, settings, values)
 
 
@@ -229,7 +238,7 @@ def _starting_from(path: Path, base: Config, own: bool) -> Config:
         )
     _check_model(base.model, saved.model, path)
     if not own:
-        base = replace(saved, run=replace(saved.run, out=Config().run.out))
+        base = replace(saved, run=replace(saved.run, out=Config().run.out), qat=Config().qat)
     prepared = [Path(source) / TOKENIZER for source in saved.data.sources[:1]]
     tokenizer = next((file for file in (folder / TOKENS / TOKENIZER, *prepared) if os.path.isfile(file)), None)
     return _with_tokenizer(replace(base, model=replace(saved.model, weights=str(found.path))), tokenizer)

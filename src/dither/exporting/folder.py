@@ -4,7 +4,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,20 @@ from dither.errors import UserError
 from dither.evaluate.deployment import SLACK, Evaluate, plan_from_bitwidths
 from dither.evaluate.held_out import evaluating
 from dither.exporting.formats import AUTO, DENSE, FORMATS, check_format, format_of
-from dither.exporting.gguf import ARCHITECTURES, GGUF, GgufModel
+from dither.exporting.gguf import GGUF, GgufModel
 from dither.exporting.layers import EncodedLayer, encode
 from dither.exporting.record import Export, ExportedLayer, check_logits, model_card, relative_error
 from dither.exporting.tokenizer_files import AnyTokenizer, TokenizerFiles
 from dither.files import new_folder, sync
-from dither.models.deployment import Engine, LayerFormat, StoredModel, choose
+from dither.models.deployment import GGUF_ARCHITECTURES, Engine, LayerFormat, StoredModel, Wanted, choose
 from dither.models.folder_files import CONFIG, WeightsWriter, check_new, write_json
 from dither.models.transformers_models import HuggingFace, unconverted
 from dither.nn.convert import convert
 from dither.nn.linear import Linear
 from dither.nn.sites import converted_layers, linear_of
-from dither.spec import LayerPrecision, Plan
+from dither.spec import Cast, LayerPrecision, Plan
 from dither.spec.deployment import DEPLOYMENTS
+from dither.spec.patterns import escape
 from dither.versions import versions
 
 LEARNED = 0.9
@@ -70,7 +71,7 @@ def export(
         format: bf16, fp16, fp8-block, fp8-dynamic, mxfp8, mxfp4, nvfp4, int8, int4-g32, int4-g128, or auto, which chooses per
             layer: by `plan`, by learned bitwidths, or by the casts of a converted model. With gguf-f16, gguf-q8_0, gguf-q4_0 or
             gguf-mxfp4, `folder` is a new GGUF file for llama.cpp.
-        plan: For "auto", a plan whose casts of weights choose the formats.
+        plan: For "auto", a plan whose casts of weights choose the formats; or the plan of `dither.qat` for `format`.
         tokenizer: A tokenizer of `dither.data` or of transformers, a tokenizer.json, or a folder that has one.
         engine: "any", or "vllm" to also write experts in formats that vLLM reads and transformers does not.
         evaluate: A function (model) -> loss, called before and after the cast.
@@ -236,22 +237,33 @@ def check_target(path: Path, format: str) -> None:
 # Choices --------------------------------------------------------------------------------------------------------------
 
 
-def _wanted(model: nn.Module, format: str, plan: Plan | None) -> Callable[[str], str]:
-    """Return a function from the name of a layer to its format, "" for 16 bits."""
-    if plan is not None and format != AUTO:
+def _wanted(model: nn.Module, format: str, plan: Plan | None) -> Wanted:
+    """Return a function from the name of a layer to its format, "" for 16 bits, and the cast of its weight in training."""
+    if plan is not None and format != AUTO and plan.provenance.get("qat") != format:
         raise UserError(f"A plan chooses the formats of layers, and format={format!r} is one for all: use format='auto'.")
     if format in DENSE:
-        return lambda name: ""
+        return lambda name: ("", None)
     if format != AUTO:
-        return lambda name: format
+        trained = plan or Plan(
+            layers=tuple((escape(name), linear_of(layer).precision) for name, layer in converted_layers(model).items())
+        )
+        return lambda name: (format, _own_cast(format, trained.for_layer(name)))
     chosen = (plan or _own_plan(model)).spared([name for name, _ in model.named_modules()])
 
-    def wanted(name: str) -> str:
-        precision = chosen.for_layer(name)
-        found = format_of(None if precision is None else precision.weight)
-        return "" if found in DENSE else found
+    def wanted(name: str) -> tuple[str, Cast | None]:
+        found = chosen.for_layer(name) or LayerPrecision()
+        format = format_of(found.weight, found.input)
+        return ("", None) if format in DENSE else (format, _own_cast(format, found))
 
     return wanted
+
+
+def _own_cast(format: str, precision: LayerPrecision | None) -> Cast | None:
+    """Return the cast of a weight in training if the export can repeat it: its codes have the format, and nothing is drawn."""
+    cast = None if precision is None else precision.cast("forward", "weight")
+    if cast is None or not DEPLOYMENTS[format].stores(cast) or cast.round.kind != "nearest" or cast.transforming.size:
+        return None
+    return None if cast.scaling.kind == "delayed" or cast.scaling.measures_tensor else cast
 
 
 def _own_plan(model: nn.Module) -> Plan:
@@ -271,7 +283,7 @@ def _nothing(stored: StoredModel, format: str, choices: Sequence[LayerFormat]) -
     why = f": {kept[0].site.name}: {kept[0].reason}" if kept else ""
     if format == AUTO and not kept:
         why = ", since the plan or the learned bitwidths need 16 bits for all of them"
-    gguf = ", or GGUF (--format gguf-q8_0)" if stored.config.get("model_type") in ARCHITECTURES else ""
+    gguf = ", or GGUF (--format gguf-q8_0)" if stored.config.get("model_type") in GGUF_ARCHITECTURES else ""
     return f"No layer of {type(stored.model).__name__} can be written in {format}{why}; use --format bf16{gguf}."
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dither.errors import UserError
-from dither.ops import Quantized, quantize
+from dither.ops import Quantized
 from dither.spec import Cast, did_you_mean
 from dither.spec.deployment import DEPLOYMENTS, Deployment
 
@@ -40,11 +40,6 @@ class WeightFormat:
     """The dtype to which transformers dequantizes a layer of a float32 model."""
     loaded_experts: torch.dtype = torch.float32
     """The same for experts."""
-
-    def quantize(self, weight: Tensor, amax: Tensor | None = None) -> Quantized:
-        """Quantize a weight [out, in]; `amax` is the largest magnitude of all weights that share an NVFP4 tensor scale."""
-        cast = self.deployment.cast
-        return quantize(weight, cast, amax=amax if cast.scaling.two_level else None)
 
     def tensors(self, codes: Quantized, block_name: str = "weight_scale") -> dict[str, Tensor]:
         """Return the tensors of a layer by the last part of their names; `block_name` is that of the scales."""
@@ -138,17 +133,19 @@ def check_format(name: str) -> None:
         raise UserError(f"There is no export format {name!r:.80}{hint}: use {', '.join(NAMES)}.")
 
 
-def format_of(cast: Cast | None) -> str:
+def format_of(cast: Cast | None, input: Cast | None = None) -> str:
     """Return the export format that carries the weights of a cast: the same format, or else the next wider one.
+
+    Of formats with the same weights, it is the one that casts inputs so, or else the first.
 
     >>> [format_of(Cast.parse(text)) for text in ("mxfp4", "e2m1 block(32)", "e3m2 tensor", "e3m4 row", "int8 row")]
     ['mxfp4', 'nvfp4', 'fp8-dynamic', 'bf16', 'int8']
     """
     if cast is None or cast.element.bits > 8 or cast.element.codebook:
         return "bf16"
-    for name, each in FORMATS.items():
-        if each.deployment.stores(cast):
-            return name
+    found = [name for name, each in FORMATS.items() if each.deployment.stores(cast)]
+    if found:
+        return next((name for name in found if FORMATS[name].deployment.input_cast == input), found[0])
     if cast.element.is_integer:
         return "int8"
     if cast.format == "e2m1":

@@ -6,7 +6,6 @@ Names, metadata, the order of rows in queries and keys, and the types of single 
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from dither.errors import UserError
 from dither.exporting.formats import GGUF_NAMES
 from dither.exporting.record import ExportedLayer, relative_error, require
 from dither.exporting.tokenizer_files import TokenizerFiles
-from dither.models.deployment import StoredModel
+from dither.models.deployment import StoredModel, gguf_architecture
 from dither.nn.sites import find_sites, output_layers, weight_of
 from dither.ops import Quantized, quantize
 from dither.spec.deployment import DEPLOYMENTS
@@ -46,37 +45,6 @@ NORMAL, CONTROL, UNUSED = 1, 3, 5
 Array = NDArray[Any]
 
 
-@dataclass(frozen=True)
-class _Architecture:
-    """The names and sizes by which llama.cpp reads a kind of model."""
-
-    name: str
-    """Its name in GGUF."""
-    fixed: Mapping[str, Any]
-    """Fields of the config that llama.cpp takes for granted."""
-    pairs: bool = False
-    """True if llama.cpp rotates neighbouring rows of queries and keys; ours are half a head apart."""
-
-
-_SILU = {"hidden_act": "silu"}
-ARCHITECTURES: Mapping[str, _Architecture] = {
-    "llama": _Architecture("llama", {"attention_bias": False, "mlp_bias": False, **_SILU}, pairs=True),
-    "mistral": _Architecture("llama", _SILU, pairs=True),
-    "qwen2": _Architecture("qwen2", {"use_sliding_window": False, **_SILU}),
-    "qwen3": _Architecture("qwen3", {"attention_bias": False, "use_sliding_window": False, **_SILU}),
-    "gpt2": _Architecture(
-        "gpt2",
-        {
-            "activation_function": "gelu_new",
-            "scale_attn_weights": True,
-            "scale_attn_by_inverse_layer_idx": False,
-            "add_cross_attention": False,
-        },
-    ),
-}
-"""Models that are written, by their model_type."""
-
-
 class _Stored(NamedTuple):
     """A tensor as GGUF stores it."""
 
@@ -91,7 +59,7 @@ class GgufModel:
     """A model under the names, in the layouts and in the types of llama.cpp.
 
     Args:
-        stored: The model, one of `ARCHITECTURES`.
+        stored: The model, of one of `GGUF_ARCHITECTURES`.
     """
 
     def __init__(self, stored: StoredModel) -> None:
@@ -100,7 +68,7 @@ class GgufModel:
 
         self.gguf: Any = gguf
         self.stored, self.config = stored, stored.config
-        self.architecture = _architecture(self.config)
+        self.architecture = gguf_architecture(self.config)
         layers = self.config.get("num_hidden_layers") or self.config["n_layer"]
         self.names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, self.architecture.name.upper()), layers)
 
@@ -216,23 +184,6 @@ class GgufModel:
             return _Stored(name, _blocks(codes), kind, codes.dequantize(torch.float32)), reason
         half = tensor.to(torch.float16)
         return _Stored(name, half.numpy(), kind, half.float()), reason
-
-
-def _architecture(config: Mapping[str, Any]) -> _Architecture:
-    """Return the architecture of a model; raise if its file would be read wrongly."""
-    kind, advice = str(config.get("model_type")), "export it with --format bf16, and convert that folder with llama.cpp"
-    if kind not in ARCHITECTURES:
-        raise UserError(f"GGUF is written for {', '.join(ARCHITECTURES)} models, not for {kind!r}: {advice}.")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise UserError(f"GGUF is written without scaled rotary embeddings, and this model has {rope!r:.100}: {advice}.")
-    for key, value in ARCHITECTURES[kind].fixed.items():
-        if config.get(key, value) != value:
-            raise UserError(f"GGUF is written for {kind} models with {key}={value}, not {config[key]!r}: {advice}.")
-    window = config.get("sliding_window")
-    if kind == "mistral" and window is not None and window < config["max_position_embeddings"]:
-        raise UserError(f"GGUF is written without sliding windows, and this model has one of {window} tokens: {advice}.")
-    return ARCHITECTURES[kind]
 
 
 def _blocks(codes: Quantized) -> Array:

@@ -10,8 +10,7 @@ from dither.exporting.formats import FORMATS
 from dither.exporting.record import relative_error
 from dither.models.deployment import LayerFormat, StoredModel
 from dither.nn.sites import weight_of
-from dither.ops import Quantized
-from dither.spec.deployment import DEPLOYMENTS
+from dither.ops import Quantized, quantize
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ def encode(stored: StoredModel, choices: Sequence[LayerFormat], scale_name: str 
     """Yield the layers that have a format in few bits, one at a time; `scale_name` is that of their scales in the file."""
     largest: dict[str, Tensor] = {}
     for choice in choices:
-        if choice.format and DEPLOYMENTS[choice.format].cast.scaling.two_level and not choice.site.parameter:
+        if choice.format and choice.cast.scaling.measures_tensor and not choice.site.parameter:
             amax = weight_of(choice.site)[1].abs().max().float()
             largest[choice.group] = torch.maximum(largest[choice.group], amax) if choice.group in largest else amax
     for choice in choices:
@@ -42,9 +41,8 @@ def encode(stored: StoredModel, choices: Sequence[LayerFormat], scale_name: str 
 
 
 def _encoded(stored: StoredModel, choice: LayerFormat, amax: Tensor | None, scale_name: str) -> EncodedLayer:
-    format = FORMATS[choice.format]
     weight = weight_of(choice.site)[1].float()
-    codes = [format.quantize(matrix, amax) for matrix in (weight if weight.dim() == 3 else weight[None])]
+    codes = [quantize(matrix, choice.cast, amax=amax) for matrix in (weight if weight.dim() == 3 else weight[None])]
     numbers = torch.stack([each.dequantize(torch.float32) for each in codes]).view(weight.shape)
     tensors = in_files(
         stored, choice.parameter, choice.pieces, choice.format, codes if weight.dim() == 3 else codes[0], scale_name

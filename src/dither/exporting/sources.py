@@ -56,6 +56,12 @@ class Source:
     template: str | None = None
     """The chat template of the run's conversations, "simple" or "tokenizer"; None for text."""
 
+    @property
+    def qat(self) -> str | None:
+        """The deployment format that the run trained for, or None."""
+        found = None if self.plan is None else self.plan.provenance.get("qat")
+        return None if found is None else str(found)
+
     def evaluator(self, sequence: int | None, sequences: int, stage: Stage = silent) -> Evaluate | None:
         """Return a function (model) -> held-out loss, or None without text.
 

@@ -5,6 +5,7 @@ fuses into one product (queries, keys and values; gate and up) have the same for
 experts of all mixtures in a model have one format.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -17,8 +18,11 @@ from dither.errors import UserError
 from dither.models.causal import CausalLM
 from dither.models.hub import huggingface_config
 from dither.models.transformers_models import HuggingFace, stored_names
+from dither.nn.convert import alike
 from dither.nn.sites import Site, experts_beside, find_sites, output_layers, tuner_of, weight_of
+from dither.spec import Cast, Plan, Scale, did_you_mean
 from dither.spec.deployment import DEPLOYMENTS, EXPERT_FP8, Deployment
+from dither.spec.patterns import escape
 
 
 class StoredModel:
@@ -122,6 +126,13 @@ class LayerFormat:
     """Why it stays in 16 bits."""
     group: str = ""
     """Layers with the same group have the same format."""
+    own: Cast | None = None
+    """The cast of its weight in training, if its codes have the format; None for the cast of the format itself."""
+
+    @property
+    def cast(self) -> Cast:
+        """Return the cast of its weight."""
+        return self.own or DEPLOYMENTS[self.format].cast
 
     @property
     def modules(self) -> list[str]:
@@ -134,11 +145,14 @@ class LayerFormat:
         return bool(self.site.parameter) or ".experts." in self.site.name
 
 
-def choose(stored: StoredModel, wanted: Callable[[str], str], engine: Engine = "any") -> list[LayerFormat]:
+Wanted = Callable[[str], tuple[str, Cast | None]]
+"""A function from the name of a layer to the format that it should have, "" for 16 bits, and its cast in training if known."""
+
+
+def choose(stored: StoredModel, wanted: Wanted, engine: Engine = "any") -> list[LayerFormat]:
     """Return the format of every linear layer.
 
-    `wanted` is a function from the name of a layer to the format that it should have, "" for 16 bits. The engine is "any" for
-    files that transformers reads, "vllm" for those that vLLM reads.
+    The engine is "any" for files that transformers reads, "vllm" for those that vLLM reads.
     """
     model = stored.model
     sites = find_sites(model)
@@ -147,7 +161,8 @@ def choose(stored: StoredModel, wanted: Callable[[str], str], engine: Engine = "
     for site in sites:
         parameter, weight, axis = weight_of(site)
         pieces = tuple(stored.pieces(parameter, tuple(weight.shape)) or ())
-        format, reason = wanted(stored.prefix + site.name), ""
+        (format, own), reason = wanted(stored.prefix + site.name), ""
+        gguf = bool(format) and DEPLOYMENTS[format].gguf
         if not site.parameter and (tuner := tuner_of(model, site.name)):
             raise UserError(f"The layer {site.name!r} is an adapter of {tuner}: merge adapters into the model first.")
         if site.name in output:
@@ -156,15 +171,15 @@ def choose(stored: StoredModel, wanted: Callable[[str], str], engine: Engine = "
             reason = "a router or gate beside experts"
         elif site.obstacle:
             reason = site.obstacle
-        elif axis % weight.dim() != weight.dim() - 1:
+        elif not gguf and axis % weight.dim() != weight.dim() - 1:
             reason = "its weight is [in, out], and engines read [out, in] in few bits"
-        elif not pieces:
+        elif not gguf and not pieces:
             reason = "transformers stores it merged with other layers"
         elif format:
             reason = _obstacle(DEPLOYMENTS[format], site, pieces, engine)
         if reason:
             format = ""
-        choices.append(LayerFormat(site, parameter, pieces, format, reason, _group(site)))
+        choices.append(LayerFormat(site, parameter, pieces, format, reason, _group(site), own if format else None))
     choices = _together(choices, engine)
     if engine == "any" and len({choice.format for choice in choices if choice.format}) > 1:
         # A folder in blocks of FP8 alone has DeepSeek's format, which transformers reads for experts too.
@@ -177,6 +192,8 @@ def choose(stored: StoredModel, wanted: Callable[[str], str], engine: Engine = "
 
 
 def _obstacle(format: Deployment, site: Site, pieces: Sequence[tuple[str, tuple[int, ...]]], engine: Engine) -> str:
+    if format.gguf:
+        return format.obstacle(site.out_features, site.in_features)
     if site.parameter and format.experts and engine == "any":
         return f"{format.experts}; engine='vllm' writes them"
     return next(filter(None, (format.obstacle(*shape) for _, shape in pieces)), "")
@@ -208,5 +225,120 @@ def _together(choices: list[LayerFormat], engine: Engine) -> list[LayerFormat]:
     found = []
     for choice in choices:
         format, why = decided[choice.group]
-        found.append(replace(choice, format=format, reason="" if format else choice.reason or (why if choice.format else "")))
+        reason = "" if format else choice.reason or (why if choice.format else "")
+        # Layers that share a tensor scale must have been trained with the same one.
+        same = format == choice.format and len({_tensor_scale(each.own) for each in groups[choice.group]}) == 1
+        found.append(replace(choice, format=format, reason=reason, own=choice.own if same else None))
     return found
+
+
+def _tensor_scale(cast: Cast | None) -> str:
+    return cast.scale if cast is not None and cast.scaling.two_level else ""
+
+
+# GGUF -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GgufArchitecture:
+    """The names and sizes by which llama.cpp reads a kind of model."""
+
+    name: str
+    """Its name in GGUF."""
+    fixed: Mapping[str, Any]
+    """Fields of the config that llama.cpp takes for granted."""
+    pairs: bool = False
+    """True if llama.cpp rotates neighbouring rows of queries and keys; ours are half a head apart."""
+
+
+_SILU = {"hidden_act": "silu"}
+GGUF_ARCHITECTURES: Mapping[str, GgufArchitecture] = {
+    "llama": GgufArchitecture("llama", {"attention_bias": False, "mlp_bias": False, **_SILU}, pairs=True),
+    "mistral": GgufArchitecture("llama", _SILU, pairs=True),
+    "qwen2": GgufArchitecture("qwen2", {"use_sliding_window": False, **_SILU}),
+    "qwen3": GgufArchitecture("qwen3", {"attention_bias": False, "use_sliding_window": False, **_SILU}),
+    "gpt2": GgufArchitecture(
+        "gpt2",
+        {
+            "activation_function": "gelu_new",
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+        },
+    ),
+}
+"""Models that are written, by their model_type."""
+
+
+def gguf_architecture(config: Mapping[str, Any]) -> GgufArchitecture:
+    """Return the architecture of a model; raise if its file would be read wrongly."""
+    kind, advice = str(config.get("model_type")), "export it with --format bf16, and convert that folder with llama.cpp"
+    if kind not in GGUF_ARCHITECTURES:
+        raise UserError(f"GGUF is written for {', '.join(GGUF_ARCHITECTURES)} models, not for {kind!r}: {advice}.")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
+        raise UserError(f"GGUF is written without scaled rotary embeddings, and this model has {rope!r:.100}: {advice}.")
+    for key, value in GGUF_ARCHITECTURES[kind].fixed.items():
+        if config.get(key, value) != value:
+            raise UserError(f"GGUF is written for {kind} models with {key}={value}, not {config[key]!r}: {advice}.")
+    window = config.get("sliding_window")
+    if kind == "mistral" and window is not None and window < config["max_position_embeddings"]:
+        raise UserError(f"GGUF is written without sliding windows, and this model has one of {window} tokens: {advice}.")
+    return GGUF_ARCHITECTURES[kind]
+
+
+# Training for a format ------------------------------------------------------------------------------------------------
+
+HEADROOM = 2.0
+"""Factor by which weights may grow in training before the fixed tensor scale of NVFP4 clips them."""
+
+
+def described(format: str, choices: Sequence[LayerFormat]) -> str:
+    """Return which layers training for a format casts, and why others stay as they are."""
+    kept = [choice for choice in choices if not choice.format]
+    lines = [f"Training for {format} in {len(choices) - len(kept)} of {len(choices)} linear layers."]
+    for pattern, group in alike(kept, lambda choice: choice.site.name, lambda choice: choice.reason):
+        lines.append(f"Not cast: {pattern} ({len(group)}): {group[0].reason}.")
+    return "\n".join(lines)
+
+
+def qat(model: nn.Module, format: str, *, base: Plan | None = None, say: Callable[[str], None] = lambda _: None) -> Plan:
+    """Return a plan that trains a model for a deployment format: forward multiplies the numbers that an engine would.
+
+    Gradients are straight-through. Layers that the export keeps in 16 bits are not cast. `dither.convert` applies the plan,
+    and `dither.export(model, folder, format="auto")` writes the codes of the converted model.
+
+    Args:
+        model: A causal language model of `dither.models` or of transformers with its initial weights, not converted.
+        format: A deployment format, such as "nvfp4" or "mxfp4": see docs/qat.md.
+        base: A plan whose dtypes are kept; by default those of the model.
+        say: Called with the layers that are cast, and the reasons why others are not.
+
+    >>> from dither.models import build
+    >>> plan = qat(build("tiny"), "mxfp4", say=print)
+    Training for mxfp4 in 14 of 15 linear layers.
+    Not cast: lm_head (1): the output layer.
+    >>> print(plan.for_layer("model.layers.0.mlp.down_proj"))
+    weight e2m1 tile(32) pow2 nearest, input_grad.weight uncast, backward from the codes of forward
+    """
+    if not isinstance(format, str) or format not in DEPLOYMENTS:
+        hint = did_you_mean(format, DEPLOYMENTS) if isinstance(format, str) else ""
+        raise UserError(f"There is no deployment format {format!r:.80}{hint}: use {', '.join(DEPLOYMENTS)}.")
+    stored, chosen = StoredModel(model), DEPLOYMENTS[format]
+    if chosen.gguf:
+        gguf_architecture(stored.config)
+    choices = choose(stored, lambda _: (format, None))
+    weights = [weight_of(choice.site)[1] for choice in choices if choice.format]
+    if not weights:
+        reason = next((choice.reason for choice in choices if choice.reason != "the output layer"), "it has no linear layers")
+        raise UserError(f"No layer of {type(stored.model).__name__} can be written in {format}: {reason}.")
+    cast = chosen.cast
+    if cast.scaling.kind == "nvfp4":
+        # One power of two for all layers: engines that fuse layers need one scale, and shards and compiled blocks share it.
+        largest = max(float(weight.abs().max()) for weight in weights)
+        exponent = math.ceil(math.log2(max(HEADROOM * largest, 2.0**-100) / (cast.element.max * 448)))
+        cast = replace(cast, scale=str(Scale("nvfp4_fixed", arguments=(2.0**exponent,))))
+    precision = chosen.precision(cast)
+    rules = tuple((escape(stored.prefix + choice.site.name), precision if choice.format else None) for choice in choices)
+    say(described(format, choices))
+    return replace(base or Plan(), layers=rules, provenance={"qat": format})

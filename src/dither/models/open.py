@@ -241,7 +241,8 @@ def _of_checkpoint(
             opened = _as_trained(found, saved, config, plan, device)
             merges = rank is not None and adapters == "merge" and not as_trained
             return replace(opened, model=merged_model(opened.model), adapted=False, forward=nullcontext) if merges else opened
-        names = weight_names(saved)
+        # What training for a deployment format multiplied are the codes of the weights themselves, not of their masters.
+        names = weight_names(saved, masters=plan is None or "qat" not in plan.provenance)
         dtypes = [saved.tensors[name].dtype for name in names.values() if saved.tensors[name].dtype.is_floating_point]
         widest = dtype or max(dtypes, key=lambda each: each.itemsize, default=torch.float32)
         model = _unfilled(found, saved, section, device, widest)
@@ -305,13 +306,13 @@ def _base(section: Mapping[str, Any], device: torch.device | str) -> CausalLM:
     return open_model(str(section["weights"]), device=device).model
 
 
-def weight_names(saved: SavedTensors) -> dict[str, str]:
-    """Return the stored name of each weight: of masters or FP8 codes where there are any, and of tied weights under both."""
+def weight_names(saved: SavedTensors, *, masters: bool = True) -> dict[str, str]:
+    """Return the stored name of each weight: of `masters` or FP8 codes where there are any, and of tied weights under both."""
     weights = {name.removeprefix("model:"): name for name in saved.tensors if name.startswith("model:")}
     weights = {
         name.removesuffix(CODES) + "weight" if name.endswith(CODES) else name: stored for name, stored in weights.items()
     }
-    for name, stored in weights.items():
+    for name, stored in weights.items() if masters else ():
         master = saved.tensors.get(f"optimizer:{name}:master")
         if master is not None and master.shape == saved.tensors[stored].shape:
             weights[name] = f"optimizer:{name}:master"

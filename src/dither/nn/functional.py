@@ -65,8 +65,11 @@ class Casting(NamedTuple):
     """Its width, to multiples of which the axis is padded."""
     redrawn: bool = False
     """True if its signs are drawn anew in each step."""
+    at_once: bool = False
+    """True if one kernel transforms and casts."""
     first: str = ""
-    """The cast of the forward product, whose numbers this one casts again in backward; "" for the operand itself."""
+    """The cast of the forward product, whose numbers this one casts in backward, or reads if it has no cast; "" for the operand
+    itself."""
     first_axis: int = 1
     """The axis of that cast."""
     first_transform: str = ""
@@ -202,7 +205,7 @@ class Settings(NamedTuple):
     """The transform of the forward product, if backward casts its codes: gradients of input and weight come transformed."""
 
     @property
-    def turned(self) -> bool:
+    def transformed(self) -> bool:
         """True if an operand is transformed before a cast."""
         return any(casting.width for operand in (self.input, self.weight, self.grad) for casting in operand)
 
@@ -267,7 +270,7 @@ def make_settings(
                     fusible=False,
                 )
             )
-            if operand.across.cast
+            if operand.along.cast
             else operand
             for operand in (x, w)
         )
@@ -280,7 +283,7 @@ def make_settings(
 def _casting(casts: tuple[Cast, ...], container: str, level: int = -1) -> Casting:
     """Return the casting of an operand whose codes have the format `container`; `level` chooses between several casts."""
     first, kind = casts[0], casts[0].scaling.kind
-    turn, casts = first.turn, tuple(cast.unturned for cast in casts)
+    transforming, casts = first.transforming, tuple(cast.without_transform for cast in casts)
     text, own = "|".join(map(str, casts)), level < 0 and container == first.format
     return Casting(
         text,
@@ -288,17 +291,22 @@ def _casting(casts: tuple[Cast, ...], container: str, level: int = -1) -> Castin
         "" if own else container,
         stochastic=any(cast.round.bits for cast in casts),
         delayed=kind == "delayed",
-        whole=not first.scaling.two_level and not turn.size,
+        whole=not first.scaling.two_level and not transforming.size,
         measured=first.group.kind == "tensor" and kind not in ("delayed", "static") and all(cast.element.nan for cast in casts),
         level=level,
         fusible=own and text in fused.FUSIBLE,
-        transform=str(turn) if turn.size else "",
-        width=turn.size,
-        redrawn=turn.signs == "redrawn",
+        transform=str(transforming) if transforming.size else "",
+        width=transforming.size,
+        redrawn=transforming.signs == "redrawn",
+        at_once=first.kernel
+        and transforming.matrix == "hadamard"
+        and first.group.kind == "tile"
+        and first.group.size <= 128
+        and level < 0,
         two_level=first.scaling.two_level,
         square=first.group.kind in ("tensor", "block")
         and not first.scaling.two_level
-        and not turn.size
+        and not transforming.size
         and Format.parse(container).bits == 8,
     )
 
@@ -332,8 +340,8 @@ class Later(NamedTuple):
     """The transposed input is cast in forward (""), or in backward: from the input itself ("cast"), or from the kept inputs of
     its SwiGLU ("swiglu")."""
     weight: str = ""
-    """The weight of the input gradient is made in forward (""), or in backward: "transpose" and "cast" as in `_weight_codes`,
-    "decode" from the codes of a frozen weight."""
+    """The weight of the input gradient is made in forward (""), or in backward: "transpose", "cast" and "read" as in
+    `_weight_codes`, "decode" from the codes of a frozen weight."""
     stored: StoredWeight | None = None
     """The frozen weight."""
 
@@ -487,6 +495,8 @@ class _Products(torch.autograd.Function):
         place, grad_amax, grad_largest, levels, signs, x_mask, w_mask, *kept = tensors[12:]
         if later.weight == "transpose":
             w_KN = Codes(w_NK.values, w_NK.scale)
+        elif later.weight == "read":
+            w_KN = w_NK
         elif later.weight == "decode":
             assert later.stored is not None
             w_NK, w_KN = _frozen_codes(w_NK, settings.forward_weight, later.stored), w_NK
@@ -518,6 +528,9 @@ class _Products(torch.autograd.Function):
             casting = settings.input_grad_weight
             if later.weight == "transpose":
                 w = _transpose_later(w, along.values)
+            elif later.weight == "read":
+                size = dy.shape[1], ctx.features
+                w = Codes(dequantize_codes(*w, settings.forward_weight.stored, size, 1, dy.dtype).T)
             elif later.weight == "decode":
                 assert later.stored is not None
                 w = _cast_decoded(w, casting, later.stored, dy.dtype)
@@ -627,6 +640,9 @@ def product(
 
     after: a tensor that is made in backward, so that a compiled graph decodes codes there and not in forward.
     """
+    if which != "forward" and not (a_casting.cast or b_casting.cast):  # torch's own product, which modes and graphs see
+        y = a.values @ b.values.T
+        return y if y.dtype == dtype else y.to(dtype)
     if _on_bf16_units(a, a_casting, b, b_casting, settings):
         return _bf16_product(a, a_casting, b, b_casting, length, bias, dtype, after)
     # Fast accumulation in forward only, and only of what is FP8 by itself: gradients and FP4 sums keep all their bits.
@@ -821,9 +837,11 @@ def _weight_codes(
     """Return the weight in the forward product and in the input gradient: cached layouts as they are, the others cast.
 
     An uncast layout has `dtype`. The last result is "" or how backward makes the second layout: "transpose" transposes the
-    codes of the first, "cast" casts (weight, magnitude, place).
+    codes of the first, "cast" casts (weight, magnitude, place), "read" decodes the codes of the first.
     """
     casting, transposed, cached = settings.weight, settings.transposed, state.weight
+    if passes and settings.input_grad_weight.first and not settings.input_grad_weight.cast:
+        return _in_products(weight_layouts(weight, settings, state, False, dtype), transposed)[0], None, "read"
     if settings.hold == "both" or not passes or not settings.input_grad_weight.cast or casting.shared:
         return *_in_products(weight_layouts(weight, settings, state, passes, dtype), transposed), ""
     forward, backward = (None, None) if cached is None else _in_products(cached, transposed)
@@ -939,7 +957,7 @@ def _cast_decoded(codes: Codes, casting: Casting, stored: StoredWeight, dtype: t
     """Return a frozen weight for the input gradient: its numbers, cast along the other axis, or in `dtype`."""
     w = decoded(codes, stored, torch.float32 if casting.cast else dtype)
     along = stored.axis == 0
-    layouts = cast_layouts(w, casting, Amax(), None, along, not along, None, None)
+    layouts = cast_layouts(w, casting._replace(first=""), Amax(), None, along, not along, None, None)
     weight = layouts.along if along else layouts.across
     assert weight is not None
     return weight
@@ -1007,21 +1025,23 @@ def cast_layouts(
     """Do the same for layouts with one cast."""
     if not (along or across):
         return OperandCodes(None, None)
+    if casting.first:
+        numbers, again = read_in_forward(x.detach(), casting), casting._replace(first="")
+        uncast = None if casting.cast else dtype or x.dtype
+        return cast_layouts(numbers, again, Amax(), place, along, across, uncast, level, signs)
     if not casting.cast:
         x = x.detach() if dtype is None else x.detach().to(dtype)
         return OperandCodes(Codes(x) if along else None, Codes(x.T) if across else None)
-    if casting.first:
-        return cast_layouts(
-            read_in_forward(x.detach(), casting), casting._replace(first=""), Amax(), place, along, across, None, level, signs
-        )
     if casting.transform:
         bare, x = casting._replace(transform=""), x.detach()
 
-        def turned(axis: int) -> OperandCodes:
+        def layout(axis: int) -> OperandCodes:
+            if casting.at_once and not casting.shared:
+                return _cast_transformed(x, casting, axis, place, signs)
             part = transformed(x, casting, axis, signs)
             return cast_layouts(part, bare, Amax(), place, axis == 1, axis == 0, None, level)
 
-        return OperandCodes(turned(1).along if along else None, turned(0).across if across else None)
+        return OperandCodes(layout(1).along if along else None, layout(0).across if across else None)
     if casting.shared:
         alone = casting._replace(shared="")
 
@@ -1063,6 +1083,29 @@ def cast_layouts(
     )
 
 
+def _cast_transformed(x: Tensor, casting: Casting, axis: int, place: Tensor | None, signs: Tensor | None) -> OperandCodes:
+    """Transform and cast one layout at once."""
+    _check_beginning(casting, axis)
+    values, scale, tensor = torch.ops.dither.quantize_transformed(
+        x, casting.cast, casting.transform, axis, casting.container, place, casting.row, casting.column,
+        signs if casting.redrawn else None,
+    )  # fmt: skip
+    if casting.container == "bf16":
+        codes = Codes(values if axis == 1 else values.T, None, tensor if casting.two_level else None)
+    else:
+        codes = Codes(values, scale, tensor) if axis == 1 else Codes(values.T, transposed_scale(scale), tensor)
+    return OperandCodes(codes, None) if axis == 1 else OperandCodes(None, codes)
+
+
+def _check_beginning(casting: Casting, axis: int) -> None:
+    """Raise unless a shard begins at a multiple of the transform's width, where signs begin anew."""
+    if first := (casting.column if axis == 1 else casting.row) % casting.width:
+        raise UserError(
+            f"A shard begins {first} elements after a multiple of {casting.width}, the width of {casting.transform}: "
+            "shard along multiples of it, or use a narrower transform."
+        )
+
+
 def read_in_forward(x: Tensor, casting: Casting) -> Tensor:
     """Return the numbers that the forward product reads of x, float32: those that `casting` casts again in backward."""
     if casting.first_transform:
@@ -1080,13 +1123,9 @@ def prepared(x: Tensor, casting: Casting, axis: int, signs: Tensor | None, after
 
 def transformed(x: Tensor, casting: Casting, axis: int, signs: Tensor | None, after: Tensor | None = None) -> Tensor:
     """Return x, transformed along `axis` and padded there; signs begin anew at multiples of the width in the whole operand."""
-    if first := (casting.column if axis == 1 else casting.row) % casting.width:
-        raise UserError(
-            f"A shard begins {first} elements after a multiple of {casting.width}, the width of {casting.transform}: "
-            "shard along multiples of it, or use a narrower transform."
-        )
-    turned: Tensor = torch.ops.dither.transform(x, casting.transform, axis, signs if casting.redrawn else None, after)
-    return turned
+    _check_beginning(casting, axis)
+    result: Tensor = torch.ops.dither.transform(x, casting.transform, axis, signs if casting.redrawn else None, after)
+    return result
 
 
 def padded(length: int, casting: Casting) -> int:

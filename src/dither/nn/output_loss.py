@@ -57,7 +57,7 @@ def writes_its_codes(layer: nn.Module | None, x: Tensor) -> bool:
         return False
     settings = layer.settings_for(x)
     casting = settings.grad
-    if settings.turned:
+    if settings.transformed:
         return False
     alike = casting.along == casting.across and casting.along.cast and not casting.along.container
     return alike and casting.along.level < 0 and x.dtype in INPUT_DTYPES and _takes(casting.along.cast)

@@ -9,6 +9,7 @@ after it, and so in backward. Otherwise it would run in forward, and save the re
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from dither.ops.reference import quantize as reference
 from dither.ops.reference.loss import gradients_like
 from dither.ops.reference.matmul import Operand
 from dither.ops.reference.sampling import LN2, pow2, to_dtype
-from dither.spec import Cast, Hadamard, groups, registry
+from dither.spec import Cast, Transform, groups, registry
 from dither.spec.formats import Format
 from dither.spec.random import Draw
 
@@ -140,7 +141,7 @@ def _round_to_op(
 
 def _empty_transform(x: Tensor, transform: str, axis: int) -> Tensor:
     size = list(x.shape)
-    width = Hadamard.parse(transform).size
+    width = Transform.parse(transform).size
     size[axis] = -(-size[axis] // width) * width
     return x.new_empty(size, dtype=torch.float32)
 
@@ -148,9 +149,46 @@ def _empty_transform(x: Tensor, transform: str, axis: int) -> Tensor:
 @operator(_empty_transform)
 def _transform_op(x: Tensor, transform: str, axis: int, place: Tensor | None, after: Tensor | None) -> Tensor:
     """Return the matrix x, transformed along `axis` and padded, in float32; see `reference.transforms`."""
-    turn = Hadamard.parse(transform)
-    code = implementation("transforms", x.device, "auto" if turn.matrix == "hadamard" else "reference")
-    return code.transform(x, turn, axis, place)  # type: ignore[no-any-return]
+    transforming = Transform.parse(transform)
+    code = implementation("transforms", x.device, "auto" if transforming.matrix == "hadamard" else "reference")
+    return code.transform(x, transforming, axis, place)  # type: ignore[no-any-return]
+
+
+def _empty_transformed(x: Tensor, cast: str, transform: str, axis: int, container: str) -> tuple[Tensor, Tensor, Tensor]:
+    like, parsed = _empty_transform(x, transform, axis), Cast.parse(cast)
+    tensor = x.new_empty(() if parsed.scaling.two_level else (0,), dtype=torch.float32)
+    if container == "bf16":
+        return like.new_empty(like.shape, dtype=torch.bfloat16), tensor.new_empty(0), tensor
+    return *storage.empty_outputs(like, parsed, axis, _container(container, parsed)), tensor
+
+
+@operator(_empty_transformed)
+def _quantize_transformed_op(
+    x: Tensor,
+    cast: str,
+    transform: str,
+    axis: int,
+    container: str,
+    step: Tensor | None,
+    row: int,
+    column: int,
+    place: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes and scales of one layout of the matrix x after a transform; numbers without scales for "bf16".
+
+    The cast has tiles of at most 128 values and a kernel, the transform is that of Hadamard.
+    """
+    parsed = _with_transform(cast, transform)
+    code, draw = implementation("transforms", x.device, "auto"), _draw_of(0, step, row, column)
+    if container == "bf16":
+        values, tensor = code.quantize_values(x, parsed, axis, draw, place)
+        return values, tensor.new_empty(0), tensor
+    return code.quantize(x, parsed, axis, draw, place, _container(container, parsed))  # type: ignore[no-any-return]
+
+
+@registry.cached
+def _with_transform(cast: str, transform: str) -> Cast:
+    return replace(Cast.parse(cast), transform=transform)
 
 
 @operator(lambda x: x.new_empty(x.shape, dtype=torch.bool))

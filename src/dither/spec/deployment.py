@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from dither.spec.cast import Cast
+from dither.spec.layer import LayerPrecision
 
 EXPERT_FP8 = "transformers reads 8-bit experts with one scale per row only"
 
@@ -27,6 +28,11 @@ class Deployment:
     experts: str = ""
     """Why transformers cannot read the experts of a mixture in this format, or ""."""
 
+    @property
+    def gguf(self) -> bool:
+        """Return True for files of llama.cpp; other formats are those of Hugging Face folders."""
+        return self.name.startswith("gguf-")
+
     def obstacle(self, rows: int, columns: int) -> str:
         """Return the reason why a weight [rows, columns] cannot be stored in this format, or "".
 
@@ -36,6 +42,18 @@ class Deployment:
         if rows % self.multiples[0] or columns % self.multiples[1]:
             return f"{rows} x {columns} is not a multiple of {self.multiples[0]} x {self.multiples[1]}"
         return ""
+
+    def precision(self, cast: Cast | None = None) -> LayerPrecision:
+        """Return the precision of a layer that trains for this format; `cast` takes the place of the weight's.
+
+        Forward multiplies the numbers of an engine. Gradients are straight-through: dX is a product with the same decoded
+        weight, dW one with the same decoded input, and nothing else is cast.
+
+        >>> print(DEPLOYMENTS["mxfp4"].precision())
+        weight e2m1 tile(32) pow2 nearest, input_grad.weight uncast, backward from the codes of forward
+        """
+        uncast = {"input_grad.weight": None, "weight_grad.input": None}
+        return LayerPrecision.of(self.input_cast, cast or self.cast, overrides=uncast, requantize=True)
 
     def stores(self, cast: Cast) -> bool:
         """Return True if files of this format hold the codes and scales of a cast as they are.

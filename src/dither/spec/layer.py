@@ -110,7 +110,7 @@ class LayerPrecision:
     overrides: tuple[Override, ...] = ()
     """Casts of single operands in single products, in the products' order. Those that change nothing are dropped."""
     requantize: bool = False
-    """True: backward casts input and weight as the forward product read them, that is, from their codes there."""
+    """True: backward reads input and weight as the forward product did, by their codes there: cast again, or uncast."""
     mask_clipped: bool = False
     """True: elements of input and weight that the forward product clips have gradients of zero, as in QuEST."""
 
@@ -162,14 +162,14 @@ class LayerPrecision:
         if not isinstance(self.requantize, bool):
             raise UserError(f"requantize is true or false, not {self.requantize!r}.")
         for operand, cast in zip(PRODUCTS["forward"], self.casts("forward"), strict=True) if self.requantize else ():
-            signed = cast is not None and (cast.turn.signs != "plain" or cast.turn.matrix != "hadamard")
-            if cast is None or signed or cast.round.bits or cast.scaling.kind == "delayed":
+            signed = cast is not None and (cast.transforming.signs != "plain" or cast.transforming.matrix != "hadamard")
+            if cast is not None and (signed or cast.round.bits or cast.scaling.kind == "delayed"):
                 raise UserError(
-                    f"requantize=True casts the {operand} of the forward product again in backward, and its cast is "
-                    f"{str(cast or 'uncast')!r}: use one without random bits and delayed scales, and without transform or with "
+                    f"requantize=True reads the {operand} of the forward product again in backward, and its cast is "
+                    f"{str(cast)!r}: use one without random bits and delayed scales, and without transform or with "
                     "hadamard(size,plain)."
                 )
-            if cast.turn.size and None in (*self.casts("input_grad"), *self.casts("weight_grad")):
+            if cast is not None and cast.transforming.size and None in (*self.casts("input_grad"), *self.casts("weight_grad")):
                 raise UserError(
                     f"requantize=True with {cast.transform} computes gradients of transformed operands: cast all operands of "
                     "the input_grad and weight_grad products."
@@ -207,7 +207,7 @@ class LayerPrecision:
             grad: The cast of dY.
             overrides: Casts by product and operand, such as "input_grad.weight", or by product for both of its operands.
                 None, "uncast", "plain" and "bf16" mean that the operand is not cast in that product.
-            requantize: Backward casts input and weight as the forward product read them.
+            requantize: Backward reads input and weight as the forward product did.
             mask_clipped: Elements that the forward product clips have gradients of zero.
 
         >>> print(LayerPrecision.of(input="e4m3 tile(128)", weight="e4m3 block(128)"))

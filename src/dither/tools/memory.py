@@ -162,8 +162,9 @@ class Setting:
     """Number of elements that share the scale of an 8-bit state."""
     gradients: str | None = None
     """Format of gradients, fp32 or bf16; None takes the mode's."""
-    optimizer: Literal["adamw", "adam-mini"] = "adamw"
-    """adamw has two moments per parameter; adam-mini has one, and almost nothing for the second."""
+    optimizer: Literal["adamw", "adam-mini", "muon"] = "adamw"
+    """adamw has two moments per parameter; adam-mini has one, and almost nothing for the second; muon has one per weight of the
+    blocks, and copies their gradients in a step."""
     sampling: Literal["none", "kept", "recomputed"] = "none"
     """Sampled weights (GaussWS, DiffQ): none, kept from forward to backward, or recomputed in backward."""
     compiled: bool = True
@@ -187,7 +188,7 @@ class Setting:
             _choose("storage of weights", self.weights, ("fp8",))
         if self.gradients is not None:
             _choose("format of gradients", self.gradients, ("fp32", "bf16"))
-        _choose("optimizer", self.optimizer, ("adamw", "adam-mini"))
+        _choose("optimizer", self.optimizer, ("adamw", "adam-mini", "muon"))
         _choose("kind of sampling", self.sampling, ("none", "kept", "recomputed"))
         if self.residual is not None:
             _choose("format of the residual stream", self.residual, WHOLE)
@@ -309,12 +310,12 @@ def code_bytes(cast: Cast, rows: int, columns: int) -> float:
 def resident(shape: Shape, setting: Setting) -> dict[str, int]:
     """Return the bytes of weights, masters and states, which persist between steps."""
     storage, count = setting.storage, shape.parameters
-    moments = 1 if setting.optimizer == "adam-mini" else 2
+    moments = {"adamw": 2 * count, "adam-mini": count, "muon": 2 * count - shape.block_weights}[setting.optimizer]
     coded = shape.block_weights if setting.weights == "fp8" else 0
     return {
         "weights": round((count - coded) * format_bytes(storage.parameters) + coded),
         "masters": round(count * storage.masters),
-        "states": round(count * moments * state_bytes(storage.states, setting.state_block)),
+        "states": round(moments * state_bytes(storage.states, setting.state_block)),
     }
 
 
@@ -739,6 +740,11 @@ def _stage(shape: Shape, setting: Setting, passes: StepPasses, layout: Scheduled
     # the first block, all gradients but its own exist.
     widest = (output or shape.output_weights / tp) * c
     largest = max(widest, block_kept + block_codes - of_block)
+    if setting.optimizer == "muon":
+        # Directions of all matrices, or of a block's; and of one, its gathered direction and the operands of its iteration.
+        whole_matrix = shape.width * shape.feed_forward
+        directions = weights / layout.dp_shard / (layers if setting.released else 1) * min(g, 4)
+        largest = max(largest, directions + 12 * whole_matrix)
     nothing = {"activations": 0.0, "input_codes": 0.0, "logits": 0.0, "temporaries": largest + WORKSPACE + gathered}
     moments["update"] = {**still, "gradients": gradients, "weight_codes": copies if codes_held else 0.0, **nothing}
     return MemoryEstimate(

@@ -22,6 +22,7 @@ from dither.settings import dumps as dumps
 from dither.settings import override as override
 from dither.snip.settings import SnipSettings
 from dither.spec import MemoryOptions, Plan, Sampling
+from dither.spec.deployment import DEPLOYMENTS
 from dither.spec.modes import AUTO, GRADIENTS, MODES, MOST_NORM, LossScaling, Mode
 from dither.spec.optimizer import BLOCKS, WHOLE, stores
 from dither.spec.recipes import MEASURED, NAMES, RECIPES, recipe, recipe_name
@@ -56,8 +57,8 @@ Beta = Annotated[float, Within(0, 1, open_above=True)]
 class Optim:
     """The optimizer and the learning rate."""
 
-    optimizer: Literal["adamw", "adam-mini"] = "adamw"
-    """adamw, or adam-mini, which has one second moment per row or head."""
+    optimizer: Literal["adamw", "adam-mini", "muon"] = "adamw"
+    """adamw; adam-mini, which has one second moment per row or head; or muon, which orthogonalizes updates of matrices."""
     lr: Annotated[float, Within(0, open_below=True)] = 3e-3
     """Peak learning rate; 3e-3 suits the tiny model, larger models need less: 6e-4 at 124M, 3e-4 at 1B."""
     min_lr: float | None = None
@@ -105,6 +106,34 @@ class Optim:
                 f"optim.warmup={self.warmup:g} and optim.decay={self.decay:g} are fractions of the same steps and add up "
                 "to more than 1: reduce one."
             )
+
+
+Rate = Annotated[float, Within(0, open_below=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonSettings:
+    """Muon's hidden matrices, and learning rates by role. Other parameters are AdamW's, with the settings of [optim]."""
+
+    matrix_lr: Rate | None = None
+    """Peak learning rate of hidden matrices; by default optim.lr."""
+    embedding_lr: Rate | None = None
+    """Peak learning rate of embeddings; by default optim.lr."""
+    output_lr: Rate | None = None
+    """Peak learning rate of the output layer, if it is not tied; by default optim.lr."""
+    matrix_decay: Annotated[float, Within(0)] | None = None
+    """Decay of hidden matrices; by default optim.weight_decay, which embeddings and the output layer have."""
+    momentum: Beta = 0.95
+    """Decay rate of the momentum."""
+    nesterov: bool = True
+    """Nesterov momentum: the gradient counts once more."""
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
+    """Scale of a matrix's updates: as large as AdamW's, for its learning rates, or the original, for rates such as 0.02."""
+    ns_steps: Annotated[int, Within(1, 99)] = 5
+    """Newton-Schulz iterations."""
+
+    def __post_init__(self) -> None:
+        check("muon", self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -436,6 +465,37 @@ class MonitorSettings:
         check("monitor", self)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Qat:
+    """Training for a deployment format, so that the exported codes are those that training multiplied: docs/qat.md."""
+
+    format: Annotated[str, OneOf(DEPLOYMENTS)] | None = None
+    """Format in which the model will be served, such as nvfp4, mxfp4 or fp8-block; by default none. --qat sets it."""
+    noise_until: Share = 0.0
+    """Fraction of the steps, at the beginning, in which weights have GaussWS noise in place of casts."""
+    noise_bits: Annotated[float, Within(1, 16)] = 4.0
+    """Bitwidth of that noise, which is not learned."""
+    teacher: str | None = None
+    """Model whose predictions are learned as well: a run, a checkpoint or a Hugging Face folder. --teacher sets it."""
+    teacher_weight: Annotated[float, Within(0, 1, open_below=True)] = 0.5
+    """Share of the teacher in the loss; the rest is cross entropy."""
+    temperature: Annotated[float, Within(0.01, 100)] = 1.0
+    """Temperature of the two distributions that are compared."""
+    top_k: Annotated[int, AtLeast(0)] = 0
+    """Compare the teacher's most likely tokens, and all others as one; 0 compares all."""
+    cache: str | None = None
+    """Folder for the teacher's top_k predictions, by tokens, so that later epochs and runs need no teacher passes."""
+
+    def __post_init__(self) -> None:
+        check("qat", self)
+        if self.teacher is None:
+            for name in ("teacher_weight", "temperature", "top_k", "cache"):
+                if (value := getattr(self, name)) != type(self).__dataclass_fields__[name].default:
+                    raise UserError(f"qat.{name}={value!r} has no effect without qat.teacher: set that, or remove it.")
+        if self.cache is not None and not self.top_k:
+            raise UserError(f"qat.cache={self.cache!r} stores the most likely tokens: set qat.top_k, to 64 for instance.")
+
+
 VIRTUAL = {"1f1b": 1, "interleaved-1f1b": 2, "zero-bubble": 1}
 """Stages per rank of each pipeline schedule."""
 
@@ -572,10 +632,14 @@ class Config:
     """The training text."""
     optim: Optim = field(default_factory=Optim)
     """The optimizer and the learning rate."""
+    muon: MuonSettings = field(default_factory=MuonSettings)
+    """Muon, if it is the optimizer."""
     lora: Lora = field(default_factory=Lora)
     """Adapters on a frozen model."""
     precision: Precision = field(default_factory=Precision)
     """The precision of parameters, layers, gradients and optimizer states."""
+    qat: Qat = field(default_factory=Qat)
+    """Training for a deployment format."""
     loss_scaling: LossScaling = field(default_factory=LossScaling)
     """Loss scaling, in the modes fp16 and fp16-o2."""
     snip: SnipSettings = field(default_factory=SnipSettings)
@@ -607,6 +671,8 @@ class Config:
                 )
         if self.lora.rank is not None:
             self._check_lora()
+        if self.qat.format is not None or self.qat.teacher is not None:
+            self._check_qat()
         if self.optim.release_gradients and self.precision.dtypes.plan.loss_scaling:
             raise UserError(
                 f"optim.release_gradients does not go with precision.mode={self.precision.mode!r}, which scales losses: an "
@@ -617,13 +683,35 @@ class Config:
                 "optim.optimizer='adam-mini' keeps its moments in fp32 or bf16, not in "
                 f"precision.states={self.precision.states!r}."
             )
+        if self.optim.optimizer == "muon":
+            self._check_muon()
+
+    def _check_muon(self) -> None:
+        """Raise if the config has something that Muon does not work with."""
+        if self.parallel.pp > 1:
+            raise UserError(
+                f"optim.optimizer='muon' does not go with parallel.pp={self.parallel.pp}, whose stages have parameters of "
+                "different roles: use parallel.dp_shard and parallel.tp."
+            )
+        if self.snip.target is not None and max(self.parallel.dp_shard, self.parallel.tp) > 1:
+            raise UserError(
+                "optim.optimizer='muon' does not go with snip.target and sharded weights, since updates depend on whole "
+                "matrices: use parallel.dp_replicate, or adamw."
+            )
+        if self.precision.dtypes.master == "split":
+            raise UserError(
+                f"precision.mode={self.precision.mode!r} keeps one bit of its masters in second moments, which "
+                "optim.optimizer='muon' does not have: use o2 or bf16-24."
+            )
 
     def _check_effects(self) -> None:
         """Raise if a field differs from its default and has no effect, since another one is missing."""
         scaled = ("precision.mode='fp16'", self.precision.dtypes.plan.loss_scaling)
         skips = ("guard.nonfinite='skip'", self.guard.nonfinite == "skip")
         needs = {
+            "muon": ("optim.optimizer='muon'", self.optim.optimizer == "muon"),
             "lora": ("lora.rank", self.lora.rank is not None),
+            "qat.noise_": ("qat.format", self.qat.format is not None),
             "snip": ("snip.target", self.snip.target is not None),
             "loss_scaling": scaled,
             "guard.overflow_share": scaled,
@@ -642,6 +730,34 @@ class Config:
                 if key.startswith(path) and value != each.default:
                     raise UserError(f"{key}={value!r} has no effect without {needed}: set that, or remove it.")
 
+    def _check_qat(self) -> None:
+        """Raise if the config has something that training for a deployment format, or with a teacher, cannot have."""
+        precision, parallel = self.precision, self.parallel
+        if parallel.tp * parallel.pp > 1:
+            raise UserError(
+                f"qat takes ranks that share batches, not parallel.tp={parallel.tp} and parallel.pp={parallel.pp}: use "
+                "parallel.dp_shard or dp_replicate."
+            )
+        if self.qat.format is None:
+            return
+        if self.model.weights is None and (self.model.hf is None or self.model.hf.endswith(".json")):
+            raise UserError("qat.format prepares a trained model for a format: name the model with --from.")
+        both = {
+            "precision.recipe": precision.recipe is not None,
+            "precision.plan": precision.plan is not None,
+            "precision.schedule": bool(precision.schedule),
+            "precision.sampling": precision.sampling is not None,
+            "precision.output": precision.output is not None,
+            "snip.target": self.snip.target is not None,
+            "monitor.fallback": self.monitor.fallback is not None,
+        }
+        for name in (name for name, there in both.items() if there):
+            raise UserError(f"{name} and qat.format={self.qat.format!r} both set the casts of layers: remove one of them.")
+        if parallel.gather != "weights":
+            raise UserError(f"qat.format gathers weights, not parallel.gather={parallel.gather!r}: remove that.")
+        if self.qat.noise_until and self.lora.rank is not None:
+            raise UserError("qat.noise_until does not go with lora.rank: the base is frozen, in one precision: remove one.")
+
     def _check_lora(self) -> None:
         """Raise if the config has something that adapters on a frozen base cannot have."""
         if self.model.weights is None and (self.model.hf is None or self.model.hf.endswith(".json")):
@@ -659,7 +775,7 @@ class Config:
             "precision.schedule": bool(self.precision.schedule),
             "precision.sampling": self.precision.sampling is not None,
             "precision.output": self.precision.output is not None,
-            "optim.optimizer='adam-mini'": self.optim.optimizer != "adamw",
+            "optim.optimizer='adam-mini'": self.optim.optimizer == "adam-mini",
             "monitor.every": self.monitor.every > 0,
         }
         for name, there in obstacles.items():

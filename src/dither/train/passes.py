@@ -18,9 +18,12 @@ from dither.optim import Training
 from dither.train.layout import RankLayout
 from dither.train.pipeline import Pipeline
 from dither.train.ranks import Ranks
+from dither.train.teacher import Teacher
 
 
-def uses_graphs(wanted: bool | None, ranks: Ranks, training: Training, parts: int, *, compiled: bool) -> bool:
+def uses_graphs(
+    wanted: bool | None, ranks: Ranks, training: Training, parts: int, *, compiled: bool, teacher: bool = False
+) -> bool:
     """Return whether passes are replayed as CUDA graphs; raise UserError if they are asked for and impossible.
 
     Args:
@@ -29,11 +32,13 @@ def uses_graphs(wanted: bool | None, ranks: Ranks, training: Training, parts: in
         training: The optimizer, the loss scaling and the gradients.
         parts: Micro-batches per step.
         compiled: True if blocks are compiled.
+        teacher: True if there is a teacher.
     """
     obstacles = {
         "the run is not on a GPU": ranks.device.type != "cuda",
         "blocks are not compiled": not compiled,
         "there are several ranks": ranks.world > 1,
+        "there is a teacher": teacher,
         "losses are scaled": training.scaler.is_enabled(),
         "gradients are released as they are used": training.optimizer.released is not None,
         "gradients of several micro-batches are rounded stochastically": training.gradients.kind == "bf16-sr" and parts > 1,
@@ -117,6 +122,7 @@ class Passes:
         parts: Micro-batches per step on this rank.
         sequence: Tokens per sequence.
         device: The device of the model.
+        teacher: The model whose predictions are learned too, or None.
     """
 
     def __init__(
@@ -129,7 +135,9 @@ class Passes:
         parts: int,
         sequence: int,
         device: torch.device,
+        teacher: Teacher | None = None,
     ) -> None:
+        self.teacher = teacher
         self.model, self.training, self.layout, self.pipeline = model, training, layout, pipeline
         self.parts, self.sequence, self.clock = parts, sequence, StepClock(device)
         self.graphs: GraphedPasses | None = None
@@ -247,6 +255,8 @@ class Passes:
 
     def _forward(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         with self.training.forward():
+            if self.teacher is not None:
+                return self.teacher.loss(model(inputs), inputs, targets)
             loss: Tensor = model(inputs, targets)
         return loss
 

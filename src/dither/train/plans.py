@@ -10,6 +10,7 @@ from torch import nn
 
 from dither import files
 from dither.errors import UserError
+from dither.models.deployment import qat
 from dither.nn.compile import block_variants
 from dither.nn.convert import Conversion
 from dither.numerics.monitor import NumericsReport
@@ -17,7 +18,7 @@ from dither.snip.controller import Snip
 from dither.snip.fp8_auto import RECIPES, candidates_of, choice_table, choose_by_time, layer_shapes, plan_of, times_of
 from dither.snip.planning import choice_record
 from dither.snip.savings import LayerTimes, Shape
-from dither.spec import LayerPrecision, Plan
+from dither.spec import LayerPrecision, Plan, Sampling
 from dither.spec.layer import OPERANDS
 from dither.spec.patterns import escape
 from dither.spec.recipes import MEASURED, recipe
@@ -26,6 +27,9 @@ from dither.train.config import PLANS, Config
 from dither.train.ranks import Ranks
 
 VERSION = 1
+
+QAT, NOISE = "qat", "qat noise"
+"""The names of the plans of training for a deployment format."""
 
 
 class PlanEvent(NamedTuple):
@@ -199,7 +203,7 @@ def known_plans(config: Config, folder: Path | None) -> dict[str, Plan]:
     precision = config.precision
     stored = {} if folder is None else _read(folder)
     known = {}
-    for name in _names(config):
+    for name in (*_names(config), QAT, NOISE):
         if name in stored:
             known[name] = stored[name]
         elif precision.names_file(name):
@@ -210,7 +214,11 @@ def known_plans(config: Config, folder: Path | None) -> dict[str, Plan]:
 
 
 def make_schedule(config: Config, known: Mapping[str, Plan]) -> PlanSchedule:
-    """Return the plans of a run by step, given those of fp8-auto and of files."""
+    """Return the plans of a run by step, given those of fp8-auto, of files and of training for a deployment format."""
+    if QAT in known:
+        until = config.qat.noise_until
+        entries = ((0, QAT),) if not until else ((0, NOISE), (until, QAT))
+        return PlanSchedule(entries, config.run.steps, known.__getitem__)
     return PlanSchedule(config.precision.entries, config.run.steps, lambda name: config.precision.plan_of(name, known))
 
 
@@ -227,9 +235,22 @@ def steps_for_snip(schedule: PlanSchedule, start: int, steps: int) -> int:
 def with_measured(
     known: Mapping[str, Plan], config: Config, model: nn.Module, ranks: Ranks, tokens: int, say: Callable[[str], None]
 ) -> dict[str, Plan]:
-    """Return the known plans, with that of fp8-auto if the config names it: measured, unless it is known already."""
+    """Return the known plans, with those that depend on the model if the config names one, unless they are known already."""
+    if config.qat.format is not None and QAT not in known:
+        return {**known, **qat_plans(config, model, say)}
     missing = [name for name in _names(config) if name in MEASURED and name not in known]
     return {**known, **{name: measured_plan(config, model, ranks, tokens, say) for name in dict.fromkeys(missing)}}
+
+
+def qat_plans(config: Config, model: nn.Module, say: Callable[[str], None]) -> dict[str, Plan]:
+    """Return the plans of training for a deployment format: of its casts, and of noise in the same layers before them."""
+    assert config.qat.format is not None
+    plan = qat(model, config.qat.format, base=config.precision.load_plan(), say=say)
+    if not config.qat.noise_until:
+        return {QAT: plan}
+    noise = Sampling(b_init=config.qat.noise_bits, b_target=config.qat.noise_bits, guidance=())
+    rules = tuple((name, each and LayerPrecision(sampling=noise)) for name, each in plan.layers)
+    return {QAT: plan, NOISE: replace(plan, layers=rules)}
 
 
 def measured_plan(config: Config, model: nn.Module, ranks: Ranks, tokens: int, say: Callable[[str], None]) -> Plan:

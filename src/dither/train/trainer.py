@@ -32,7 +32,7 @@ from dither.nn.step import reshard
 from dither.nn.stored import store_weights
 from dither.numerics import Monitor, NumericsReport
 from dither.ops.ranks import gather
-from dither.optim import Training, roles, training
+from dither.optim import Training, muon_groups, roles, training
 from dither.optim.roles import Role
 from dither.parallel.apply import allocate
 from dither.snip.controller import Snip
@@ -49,6 +49,7 @@ from dither.train.pipeline import Pipeline, check_micro_batches, check_pipeline,
 from dither.train.plans import PlanEvent, RunPlans, known_plans, make_schedule, steps_for_snip, with_measured
 from dither.train.ranks import Ranks
 from dither.train.resume import check_changes, resolved
+from dither.train.teacher import Teacher
 
 
 class Numbers(NamedTuple):
@@ -100,6 +101,7 @@ class Trainer:
         self.model = blank(_sizes(config, corpus), ranks.device) if drawn_later else _model(config, corpus, ranks.device)
         if (initial or config.lora.rank) and config.model.weights is not None:
             load_weights(self.model, config.model.weights)
+        teacher = None if config.qat.teacher is None else Teacher(config.qat, self.model, ranks.device)
         tokens = data.batch // self.layout.data_world // self.parts * data.sequence
         self.sources = with_measured(self.sources, config, self.model, ranks, tokens, say)
         planned, precision = make_schedule(config, self.sources), config.precision
@@ -141,6 +143,8 @@ class Trainer:
             draw_parts(self.model, config.run.seed)
         self.training = _training(config, self.model, adam_roles)
         self.training.optimizer.stages = self.layout.pipeline_group
+        self.lr_shares = [group["lr"] / config.optim.lr for group in self.training.optimizer.param_groups]
+        """The learning rate of each group of the optimizer, divided by optim.lr."""
         self.guided = guided_share(self.model, self.layout.pipeline_group)
         """This rank's share of the blocks whose bitwidths a loss guides; 0 if there are none."""
         compiles = ranks.device.type == "cuda" and config.parallel.schedule != "zero-bubble"  # which splits backward passes
@@ -156,8 +160,10 @@ class Trainer:
             parts=self.parts,
             sequence=data.sequence,
             device=ranks.device,
+            teacher=teacher,
         )
-        if uses_graphs(config.run.cuda_graphs, self.ranks, self.training, self.parts, compiled=self.compiled):
+        taught = teacher is not None
+        if uses_graphs(config.run.cuda_graphs, self.ranks, self.training, self.parts, compiled=self.compiled, teacher=taught):
             self.passes.graphs = GraphedPasses(self.model, self.passes.eager, say)
         self.guard = Guard(config.guard)
         self.signals: Signals | None = None
@@ -203,6 +209,11 @@ class Trainer:
         """True if losses are scaled: overflows of gradients then lower the scale and do not concern the guard."""
         return self.training.scaler.is_enabled()
 
+    def set_lr(self) -> None:
+        """Give each group of the optimizer its learning rate in the next step."""
+        for group, share in zip(self.training.optimizer.param_groups, self.lr_shares, strict=True):
+            group["lr"] = self.lr * share
+
     def step(self, batch: Batch, signal: float = 0.0) -> Tensor:
         """Do one optimizer step. Return float32[4] on the device: mean loss, gradient norm, sum of all signals, loss scale.
 
@@ -210,8 +221,7 @@ class Trainer:
         If the guard stops such runs, later steps change no weight either: a GPU begins the next step before the host knows.
         """
         optimizer, passes = self.training.optimizer, self.passes
-        for group in optimizer.param_groups:
-            group["lr"] = self.lr
+        self.set_lr()
         # On a CPU, torch.manual_seed would also queue the seed for a GPU, with a stack trace: milliseconds, and memory.
         seed = torch.manual_seed if self.ranks.device.type == "cuda" else torch.default_generator.manual_seed
         seed((self._dropout + self.done) % (1 << 63))
@@ -546,7 +556,8 @@ def _training(config: Config, model: CausalLM, adam_roles: Mapping[str, Role] | 
         config.optim.lr,
         gradients=config.precision.gradients,
         loss_scaling=config.loss_scaling if scaled else None,
-        groups=param_groups(model, weight_decay=config.optim.weight_decay),
+        groups=_groups(config, model),
+        muon=_muon(config),
         roles=adam_roles,
         betas=config.optim.betas,
         eps=config.optim.eps,
@@ -563,6 +574,30 @@ def _training(config: Config, model: CausalLM, adam_roles: Mapping[str, Role] | 
     if config.lora.rank is not None:
         narrow_base(model, config.precision.mode)
     return made
+
+
+def _groups(config: Config, model: CausalLM) -> list[dict[str, Any]]:
+    """Return the parameter groups of a model."""
+    muon, decay = config.muon, config.optim.weight_decay
+    if config.optim.optimizer != "muon":
+        return param_groups(model, weight_decay=decay)
+    return muon_groups(
+        model,
+        weight_decay=decay if muon.matrix_decay is None else muon.matrix_decay,
+        lr=muon.matrix_lr,
+        embedding_lr=muon.embedding_lr,
+        output_lr=muon.output_lr,
+        adamw_decay=decay,
+        adamw_eps=config.optim.eps,
+    )
+
+
+def _muon(config: Config) -> dict[str, Any] | None:
+    """Return the options of Muon, or None."""
+    muon = config.muon
+    options = {name: getattr(muon, name) for name in ("momentum", "nesterov", "adjust_lr_fn", "ns_steps")}
+    options["eps"] = 1e-7  # the least norm of a matrix; optim.eps is that of AdamW's groups
+    return options if config.optim.optimizer == "muon" else None
 
 
 def _sizes(config: Config, corpus: Corpus) -> Any:

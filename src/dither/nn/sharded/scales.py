@@ -25,7 +25,7 @@ EXTRA = 16
 
 def spans(cast: Cast) -> bool:
     """Return True if scale groups of a cast span an axis: rows, tensors, and the second level of NVFP4."""
-    return cast.group.kind in ("row", "tensor") or cast.scaling.two_level or cast.scaling.kind == "delayed"
+    return cast.group.kind in ("row", "tensor") or cast.scaling.measures_tensor or cast.scaling.kind == "delayed"
 
 
 @assume_constant_result
@@ -171,7 +171,7 @@ def groups_of(cast: Cast, rows: int, *, across: bool) -> Groups:
     Groups(height=128, width=128, tensor=False)
     """
     kind, size = cast.group.kind, cast.group.size
-    tensor = kind == "tensor" or cast.scaling.two_level
+    tensor = kind == "tensor" or cast.scaling.measures_tensor
     if kind == "block":
         return Groups(size, size, tensor)
     if across and kind in ("tile", "row"):

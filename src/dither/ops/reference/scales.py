@@ -22,7 +22,7 @@ SMALLEST_TENSOR_SCALE = 2.0**-117
 EDEN_CLIP = 17 / 16 * 0.93
 """Factor of block scales in MS-EDEN, below which the largest values of a block are clipped (arXiv 2601.22813)."""
 
-LARGEST_BLOCK = {"nvfp4": E4M3.max, "four_over_six": 256.0, "eden": 256.0}
+LARGEST_BLOCK = {"nvfp4": E4M3.max, "nvfp4_fixed": E4M3.max, "four_over_six": 256.0, "eden": 256.0}
 """The scale that a block has if its largest magnitude is that of the tensor. 256 leaves room for 384, which brings it to 4."""
 
 QUEST_CLIP = 2.92247856 / 6
@@ -121,6 +121,7 @@ def factors(
         pow2_rtz         the same, rounded toward zero
         quest            restore = QUEST_CLIP * root mean square of `values`, rounded down to a power of two
         nvfp4            tensor = tensor_amax / (448 format.max), restore = E4M3(`wider` * amax / format.max / tensor)
+        nvfp4_fixed      the same for tensor = s
         four_over_six    those of nvfp4 with 256 in place of 448, for 6 and 4: see `least_error`
         eden             the same for 6 / EDEN_CLIP, before the correction by `eden_factors`
         bf16             restore = BF16(amax / half the range of the integers, 7.5 or 127.5); values are divided by it
@@ -140,6 +141,8 @@ def factors(
         tensor = _quotient(tensor_amax, LARGEST_BLOCK[scale.kind] * largest).clamp(min=SMALLEST_TENSOR_SCALE)
         gone = ~torch.isfinite(tensor_amax) | torch.signbit(tensor_amax)
         tensor = torch.where(gone, torch.nan, torch.where(tensor_amax == 0, 1.0, tensor))
+        if not scale.measures_tensor:
+            tensor = torch.full_like(tensor, scale.arguments[0])
         nearest = Rounding("nearest") if scale.kind == "eden" else round
         restore = nvfp4_block_scale(_quotient(_quotient(amax, largest), tensor) * wider, nearest)
         restore = torch.where(nothing, 1.0, torch.where(lost, torch.nan, restore))

@@ -475,7 +475,7 @@ def quantize_values(
     tensor = torch.empty(() if two_level else (0,), dtype=torch.float32, device=x.device)
     amax = tensor
     if two_level:
-        amax = amax_bits(x) if given_amax is None else given_amax
+        amax = _tensor_amax(x, cast) if given_amax is None else given_amax
     if not x.numel():
         if two_level:
             store_factors(amax.view(torch.int32), tensor, cast)
@@ -682,7 +682,7 @@ def _launch(
     tensor_amax = line_amax = tensor
     measure = kind in ("tile", "block") or (kind == "row" and not layout.along_rows and 0 < layout.columns <= LONGEST_ROW)
     if cast.scaling.two_level:
-        tensor_amax = amax_bits(x) if given_amax is None else given_amax.view(torch.int32)
+        tensor_amax = _tensor_amax(x, cast) if given_amax is None else given_amax.view(torch.int32)
         store_factors(tensor_amax, tensor, cast)
     elif kind != "none" and not measure:
         if given_amax is not None:
@@ -759,8 +759,9 @@ def _one_launch(
 
 
 def _tensor_amax(x: Tensor, cast: Cast) -> Tensor:
-    """Return the bits of the largest magnitude of x, 0-d int32; a static scale asks for none."""
-    return torch.zeros((), dtype=torch.int32, device=x.device) if cast.scaling.kind == "static" else amax_bits(x)
+    """Return the bits of the largest magnitude of x, 0-d int32; a fixed scale asks for none."""
+    fixed = cast.scaling.kind in ("static", "nvfp4_fixed")
+    return torch.zeros((), dtype=torch.int32, device=x.device) if fixed else amax_bits(x)
 
 
 def _drawn(cast: Cast, draw: Draw | None) -> tuple[bool, bool, bool]:

@@ -124,6 +124,8 @@ def over_max(a, S: tl.constexpr, NATIVE: tl.constexpr):
 @triton.jit
 def tensor_factor(amax, S: tl.constexpr):
     """Return nvfp4's scale of a tensor, amax / S.MAX_TENSOR, at least 2^-117, from the bits of its largest magnitude."""
+    if S.KIND == "nvfp4_fixed":
+        return tl.where(amax == amax, S.VALUE, 0.0)
     scale = tl.div_rn(as_float(amax), S.MAX_TENSOR)
     scale = as_float(tl.maximum(as_bits(scale), 10 << 23))  # 2^-117
     return tl.where(amax == 0, 1.0, tl.where(is_lost(amax), float("nan"), scale))

@@ -358,7 +358,7 @@ def tile_values(
     multiply, restore, _ = group_factors(amax, tensor, S, E, W, True, H.NATIVE)
     multiply, restore = spread(multiply, P, Q, GP, GQ), spread(restore, P, Q, GP, GQ)
     E4M3: tl.constexpr = F.BITS == 8 and F.BIAS == 7 and not F.INTEGER
-    if E4M3 and H.NATIVE and H.KIND == "nearest" and S.KIND != "nvfp4":
+    if E4M3 and H.NATIVE and H.KIND == "nearest" and S.STORED != "e4m3":
         value = (x * multiply).to(tl.float8e4nv).to(tl.float32)  # it saturates, and NaN stays NaN
     elif H.NATIVE and not F.HAS_NAN and not F.INTEGER:
         # The factor of a group with a NaN is NaN, and makes all of its numbers NaN.
@@ -366,7 +366,7 @@ def tile_values(
         value = as_float(magnitude | (as_bits(x) & SIGN))
     else:
         value = as_float(round_bits(scaled_bits(x, multiply, S, True), as_bits(x), random, F, H, True))
-    if H.NATIVE and S.KIND == "nvfp4":
+    if H.NATIVE and S.STORED == "e4m3":
         return (value * restore).to(DTYPE)  # at most 6 * 448
     elif H.NATIVE:
         return saturated(value * restore, DTYPE)
