@@ -318,3 +318,16 @@ def _overrides(casts: Any) -> tuple[Override, ...]:
         operands = (operand,) if dot else PRODUCTS.get(product, ("",))
         overrides += [Override(product, name, cast) for name in operands]  # type: ignore[arg-type]
     return tuple(overrides)
+
+
+CHUNK = 1 << 27
+"""Logits of a part, if a loss is computed in parts of the rows: 256 MiB in 16 bits."""
+
+
+def chunk_rows(words: int) -> int:
+    """Return the rows of a part for a vocabulary of so many words: a multiple of 128.
+
+    >>> chunk_rows(128_256), chunk_rows(50_257)
+    (1024, 2560)
+    """
+    return max(128, CHUNK // max(words, 1) // 128 * 128)
