@@ -71,7 +71,7 @@ def anything(draw) -> Config:
             seed=draw(seeds),
         ),
         optim=Optim(
-            optimizer=draw(st.sampled_from(["adamw", "adam-mini"])),
+            optimizer=draw(st.sampled_from(["adamw", "adam-mini", "muon"])),
             lr=lr,
             min_lr=draw(st.floats(0, lr)),
             betas=(draw(st.floats(0, 1, exclude_max=True)), draw(st.floats(0, 1, exclude_max=True))),
@@ -193,7 +193,19 @@ MISTAKES = [
     ("[optim]\nschedule = 'cosin'", r"optim.schedule is one of .*did you mean 'cosine'"),
     ("[optim]\nschedule = 'wsd'\nwarmup = 0.5\ndecay = 0.6", "add up to"),
     ("[optim]\nwarmup = 100", "optim.warmup is a number of at least 0 and at most 1"),
-    ("[optim]\noptimizer = 'sgd'", "optim.optimizer is one of adamw, adam-mini"),
+    ("[optim]\noptimizer = 'sgd'", "optim.optimizer is one of adamw, adam-mini, muon"),
+    ("[muon]\nmomentum = 0.9", "muon.momentum=0.9 has no effect without optim.optimizer='muon'"),
+    ("[optim]\noptimizer = 'muon'\n[muon]\nmomentum = 1.0", "muon.momentum is a number of at least 0 and below 1, not 1"),
+    ("[optim]\noptimizer = 'muon'\n[muon]\nmatrix_lr = 0.0", "muon.matrix_lr is a number above 0"),
+    ("[optim]\noptimizer = 'muon'\n[parallel]\npp = 2", "optim.optimizer='muon' does not go with parallel.pp=2"),
+    (
+        "[optim]\noptimizer = 'muon'\n[precision]\nmode = 'o2-split'",
+        "second moments, which optim.optimizer='muon' does not have",
+    ),
+    (
+        "[optim]\noptimizer = 'muon'\n[snip]\ntarget = 0.5\n[parallel]\ntp = 2\n[precision]\nrecipe = 'fp8-block'",
+        "optim.optimizer='muon' does not go with snip.target and sharded weights",
+    ),
     ("[model]\npreset = 'lama-1b'", r"no model.preset='lama-1b' \(did you mean 'llama-1b'\?\)"),
     ("[model]\npreset = 'tiny'\nhf = 'x'", "two models"),
     ("[model]\nvocab = 1", "model.vocab is an integer of at least 2"),
@@ -221,6 +233,7 @@ MISTAKES = [
         "[precision]\nweights = 'fp8'\nmode = 'bf16-sr'\nrecipe = 'fp8-current'\noutput = 'fp8-current'",
         "precision.output is set",
     ),
+    ("[precision]\nlogits = 'chunked'\noutput = 'fp8-current'", "precision.output='fp8-current' casts it: drop one"),
     ("[precision]\ngradients = 'fp8'", "no precision.gradients='fp8'.*choose from fp32, bf16, bf16-sr"),
     ("[loss_scaling]\ninit_scale = 1e9", "loss_scaling.init_scale is a number above 0 and at most loss_scaling.max_scale"),
     ("[loss_scaling]\nbackoff_factor = 2", "loss_scaling.backoff_factor is a number above 0 and below 1"),
@@ -428,9 +441,9 @@ def test_schedules():
 
 
 IMPOSSIBLE = {
-    "snip.pinned=['*.nothing=fp8']": "matches no layer",
-    "snip.pinned=['*=fp8']": "the largest feasible one is 0",
-    "snip.options='bf16,fp8' snip.target=0.9 snip.pinned=['*.down_proj=bf16']": "the largest feasible one is",
+    "snip.pinned=['*.nothing=fp8-block']": "matches no layer",
+    "snip.pinned=['*=fp8-block']": "the largest feasible one is 0",
+    "snip.options='bf16,fp8-block' snip.target=0.9 snip.pinned=['*.down_proj=bf16']": "the largest feasible one is",
 }
 
 
