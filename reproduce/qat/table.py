@@ -39,7 +39,11 @@ if config:  # a GGUF file
     folder, _, file = path.rpartition("/")
     options |= {"gguf_file": file, "config": transformers.AutoConfig.for_model(kind, **config)}
     path = folder
-model = transformers.AutoModelForCausalLM.from_pretrained(path, **options).float().to(device).eval()
+model = transformers.AutoModelForCausalLM.from_pretrained(path, **options).to(device).eval()
+if hasattr(model, "hf_quantizer") and hasattr(model.hf_quantizer, "compressor"):
+    model.hf_quantizer.compressor.decompress_model(model=model)
+for parameter in model.parameters():  # weights of NVFP4 are decoded to BF16
+    parameter.data = parameter.data.float()
 assert not any(name.split(".")[0] == "dither" for name in sys.modules)
 losses = []
 with torch.no_grad():
