@@ -98,6 +98,15 @@ def test_differences_are_paired_and_have_students_intervals():
     assert "**+0.0100 ± 0.0025**" in planted().markdown()
 
 
+def test_losses_after_casts_are_compared_with_the_same_run_and_with_the_baseline():
+    runs = [result(seed=seed, loss=4.0 + seed, casts={"mxfp4": 4.5 + seed}) for seed in range(3)]
+    runs += [result("sr", seed=seed, loss=4.1 + seed, casts={"mxfp4": 4.3 + seed}) for seed in range(3)]
+    base, other = LadderReport("o1", ("o1", "sr"), tuple(runs)).cast_rows
+    assert base[2:5] == ("`o1`", "mxfp4", "3")
+    assert base[6:] == ("**+0.5000 ± 0.0000**", "")
+    assert other[6:] == ("**+0.2000 ± 0.0000**", "**-0.2000 ± 0.0000**")
+
+
 def test_speed_at_equal_quality_inverts_the_planted_law():
     size, tokens = SIZES[2], int(SIZES[2] * 20)
     row = next(each for each in planted().equal_quality if each.tokens == tokens and each.model == f"m{size:g}")
@@ -158,11 +167,13 @@ def test_a_damaged_or_foreign_file_is_a_sentence(tmp_path, text, why):
 
 
 def test_a_result_survives_its_file(tmp_path):
-    path, made = tmp_path / "run.json", result(curve=((1, 4.5),), held_out=((2, 4.25),))
+    path, made = tmp_path / "run.json", result(curve=((1, 4.5),), held_out=((2, 4.25),), casts={"mxfp4": 4.5})
     path.write_text(json.dumps(made.to_dict()))
     assert read_result(path) == made
     path.write_text(json.dumps({**made.to_dict(), "curve": [1]}))
     assert "a curve is not a list of pairs" in read_result(path)
+    path.write_text(json.dumps({**made.to_dict(), "casts": {"mxfp4": "4.5"}}))
+    assert "damaged" in read_result(path)
 
 
 # The file -----------------------------------------------------------------------------------------------------------------
@@ -188,6 +199,7 @@ def test_arms_of_a_seed_share_weights_text_and_steps(tmp_path):
     ("old", "new", "why"),
     [
         ("seeds = 2", "seed = 2", "[ladder] has no key 'seed' (did you mean 'seeds'?)"),
+        ("seeds = 2", 'casts = ["mxfp5"]', "mxfp5"),
         ("seeds = 2", "seeds = 0", "ladder.seeds is an integer of at least 1"),
         ("seeds = 2", 'baseline = "o2"', "There is no ladder.arms='o2'"),
         ('"bf16-sr"', '"bf16-sq"', "There is no precision 'bf16-sq'"),
@@ -237,7 +249,8 @@ def test_the_committed_ladders_are_valid(tmp_path):
 def test_runs_are_trained_once_and_failures_do_not_stop_the_others(tmp_path):
     path, out = tmp_path / "ladder.toml", tmp_path / "results"
     arms = '["o1", "o1@lr=1e30,max_norm=0,warmup=0", "o1@states=bf16"]'
-    path.write_text(FILE.replace('["o1", "bf16-sr"]', arms).replace("0.0005, ", "").replace("seeds = 2", "seeds = 1"))
+    text = FILE.replace('["o1", "bf16-sr"]', arms).replace("0.0005, ", "").replace("seeds = 2", "seeds = 1")
+    path.write_text(text.replace("[ladder]", '[ladder]\ncasts = ["int8:row", "e2m1"]'))
     out.mkdir()
     (out / "tiny-0.001-o1@precision.states=bf16-seed-0.json").write_text("{")
     (out / "work" / "tiny-0.001-o1-seed-0").mkdir(parents=True)  # a run that was cut off
@@ -253,6 +266,8 @@ def test_runs_are_trained_once_and_failures_do_not_stop_the_others(tmp_path):
     assert good.held_out[-1] == (good.tokens, round(good.loss, 5))
     assert good.machine["torch"]
     assert good.config["optim"]["lr"] == 1e-3
+    assert good.casts["int8:row"] == pytest.approx(good.loss, abs=1e-3)
+    assert good.casts["e2m1"] != good.casts["int8:row"]
     report = ladders.report(ladders.load(path), out)
     assert "diverged" in report.markdown()
     assert "it is not JSON" in report.markdown()
@@ -260,6 +275,8 @@ def test_runs_are_trained_once_and_failures_do_not_stop_the_others(tmp_path):
     assert not (out / "work").exists()
     assert cli.main(["ladder", str(path)]) == 0
     assert first.stat().st_mtime_ns == before
+    path.write_text(path.read_text().replace('"e2m1"', '"mxfp4"'))
+    assert "no loss after the cast to mxfp4" in ladders.report(ladders.load(path), out).problems[0]
     # Other settings: the result is not used, and not overwritten either.
     path.write_text(path.read_text().replace("lr=1e-3", "lr=2e-3"))
     assert "optim.lr was 0.001 and is 0.002" in ladders.report(ladders.load(path), out).problems[0]

@@ -79,6 +79,14 @@ KINDS = {
     "8-bit states": ["precision.states=dynamic8", "optim.schedule=wsd"],
     "fp8 weights": ["precision.weights=fp8", "precision.recipe=fp8-current", "precision.states=dynamic4", *TINY],
     "adam-mini": ["optim.optimizer=adam-mini", "model.preset=tiny"],
+    "muon": [
+        *("optim.optimizer=muon", "muon.embedding_lr=0.01", "muon.matrix_decay=0.3", "monitor.every=2"),
+        *("precision.mode=bf16-sr", "precision.states=companded8", "precision.sampling.parts=od", *TINY),
+    ],
+    "muon and snip": [
+        *("optim.optimizer=muon", "precision.recipe=fp8-block", "optim.release_gradients=true", "optim.clip_norm=previous"),
+        *("muon.nesterov=false", "muon.adjust_lr_fn=original", "muon.matrix_lr=0.02", *SNIP, *TINY),
+    ],
     # The scale overflows at first, is halved, and grows again on both sides of the checkpoint.
     "fp16": ["precision.mode=fp16", *TINY, "loss_scaling.init_scale=524288.0", "loss_scaling.growth_interval=2"],
     "fp16-o2": ["precision.mode=fp16-o2", *TINY, "data.micro_batch=1", "loss_scaling.growth_interval=2"],
@@ -104,7 +112,7 @@ KINDS = {
 
 
 # Other kinds resume in the combinations of soak/test_e2e.py, and a run in float32 is killed and resumed below.
-@pytest.mark.sampled(only=["released", "fp16"])
+@pytest.mark.sampled(only=["released", "fp16", "muon"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_resumed_is_straight(kind: str, text: Path, tmp_path: Path) -> None:
     """From a checkpoint half way, in a run that also evaluates and samples, which the straight one does not."""

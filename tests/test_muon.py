@@ -10,10 +10,13 @@ from torch import Tensor, nn
 
 import dither
 from dither import UserError
+from dither.numerics.monitor import last_update
 from dither.optim import Muon, muon_groups
 from dither.optim.orthogonal import orthogonalize
 from dither.optim.training import Float32Products
+from dither.snip.update_rules import update_rules_of
 from dither.spec.optimizer import NEWTON_SCHULZ
+from dither.tools.memory import Setting, StepPasses, estimate, llama_of
 
 SHAPES = ((24, 16), (16, 40))
 
@@ -188,6 +191,35 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     for w, (weight, momentum) in zip(ours, before, strict=True):
         assert torch.equal(w, weight)
         assert torch.equal(optimizer.state[w]["exp_avg"], momentum)
+
+
+@pytest.mark.parametrize("options", [{"nesterov": False}, {"transposed": True, "maximize": True, "momentum": 0.5}], ids=str)
+def test_what_snip_and_the_monitor_know_of_a_step(options: dict[str, Any]) -> None:
+    """SNIP's rule foretells the next step, and the monitor finds it again, if there is no Nesterov momentum."""
+    parameters = weights()
+    optimizer = Muon([{"params": [("a", parameters[0]), ("b", parameters[1])], **options}], lr=0.02, ns_dtype="fp32")
+    train(optimizer, parameters, range(3))
+    optimizer.zero_grad()
+    for w in parameters:
+        rule = update_rules_of(optimizer, {"layer": w})["layer"]
+        assert rule.t == 4
+        before, w.grad = w.detach().clone(), torch.randn(w.shape, generator=torch.Generator().manual_seed(5))
+        foretold = rule.update(w.grad)
+        optimizer.step()
+        moved = before * (1 - 0.02 * 0.1) - w.detach()
+        torch.testing.assert_close(moved, foretold, rtol=1e-4, atol=1e-6)
+        if not options.get("nesterov", True):
+            last = last_update(optimizer, w, optimizer.param_groups[0])
+            torch.testing.assert_close(last.update, before - w.detach(), rtol=1e-2, atol=1e-5)
+        w.grad = None
+
+
+def test_memory_is_estimated_without_second_moments() -> None:
+    shape = llama_of(1e9)
+    kinds = [Setting(mode="bf16-sr", optimizer=name) for name in ("adamw", "muon")]
+    adamw, muon = (estimate(shape, kind, StepPasses(sequence=128)).moments["update"] for kind in kinds)
+    assert adamw["states"] - muon["states"] == 2 * shape.block_weights
+    assert muon["temporaries"] > 2 * shape.block_weights
 
 
 BAD: tuple[tuple[dict[str, Any], str], ...] = (

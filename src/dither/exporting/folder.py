@@ -261,7 +261,7 @@ def _wanted(model: nn.Module, format: str, plan: Plan | None) -> Wanted:
 def _own_cast(format: str, precision: LayerPrecision | None) -> Cast | None:
     """Return the cast of a weight in training if the export can repeat it: its codes have the format, and nothing is drawn."""
     cast = None if precision is None else precision.cast("forward", "weight")
-    if cast is None or not DEPLOYMENTS[format].stores(cast) or cast.round.kind != "nearest" or cast.turn.size:
+    if cast is None or not DEPLOYMENTS[format].stores(cast) or cast.round.kind != "nearest" or cast.transforming.size:
         return None
     return None if cast.scaling.kind == "delayed" or cast.scaling.measures_tensor else cast
 

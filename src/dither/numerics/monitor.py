@@ -31,10 +31,11 @@ from dither.numerics.counts import (
     summary,
     update_counts,
 )
-from dither.ops.ranks import local, part_of
+from dither.ops.ranks import as_matrix, local, part_of
 from dither.ops.reference import scales as scaling
 from dither.ops.reference.adamw import FORMATS
 from dither.optim.adamw import AdamW
+from dither.optim.orthogonal import orthogonalize_members
 from dither.snip.statistics import hooked, is_tensor_parallel
 from dither.spec import Cast
 from dither.spec.formats import TABLE
@@ -430,7 +431,8 @@ class LastUpdate(NamedTuple):
 
         u = lr / (1 - b1^t) * m / (sqrt(v / (1 - b2^t)) + eps) + lr * weight_decay * w
 
-    m and v are the moments after step t as they are stored: in bfloat16 or 8 bits they are rounded, and so is u.
+    m and v are the moments after step t as they are stored: in bfloat16 or 8 bits they are rounded, and so is u. Of Muon, u is
+    lr * scale * O(m) + lr * weight_decay * w: of Nesterov momentum the gradient of the step is left out.
     """
 
     weight: Tensor
@@ -454,6 +456,12 @@ def last_update(optimizer: torch.optim.Optimizer, parameter: Tensor, group: Mapp
     else:
         m, v = (local(state[key]).float() for key in ("exp_avg", "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"))
     t, lr = (_on_device(each, w.device) for each in (state["step"], group["lr"]))
+    if group.get("use_muon"):
+        assert isinstance(optimizer, AdamW)
+        member, parts = optimizer.member(parameter), [as_matrix(m.contiguous())]
+        orthogonalize_members([member], parts)
+        update = (lr * member.ratio).float() * parts[0].view(m.shape).float() + (lr * group["weight_decay"]).float() * w.float()
+        return LastUpdate(w, update, rounding)
     rest1, rest2 = (1 - torch.pow(beta, t) for beta in group["betas"])
     update = (lr / rest1).float() * m / (v.sqrt() / rest2.sqrt().float() + group["eps"])
     if isinstance(optimizer, torch.optim.AdamW | AdamW) and group["weight_decay"]:  # decoupled
@@ -539,7 +547,7 @@ class Monitor:
         Args:
             model: A converted model.
             optimizer: Its optimizer, whose updates are compared with the spacing of the weights: AdamW or Adam, dither's or
-                torch's, or AdamMini. None monitors operands only.
+                torch's, AdamMini or dither's Muon. None monitors operands only.
             every: Steps from one sampled step to the next, starting at step 0; 0 means never.
             scaler: GradScaler of FP16 training. Gradients are then those of the scaled loss, and operands without a cast count
                 as FP16.

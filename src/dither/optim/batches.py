@@ -116,9 +116,11 @@ class Arrangement:
         for batch in self.batches:
             if batch.muon:
                 batch.code.momentum(batch.gradients(along), constants, steps, skip, nesterov=batch.rule == "nesterov")
-        found = orthogonalize_members([active[number] for number in numbers], [along[number] for number in numbers])
-        for number, matrix in zip(numbers, found, strict=True):
-            along[number] = matrix
+        parts = [along[number] for number in numbers]
+        along = list(matrices)  # so that each direction is freed once it is orthogonalized
+        orthogonalize_members([active[number] for number in numbers], parts)
+        for number, part in zip(numbers, parts, strict=True):
+            along[number] = part
         return along
 
     def _update_shared(self, matrices: Sequence[Tensor], constants: Tensor, skip: Tensor) -> None:

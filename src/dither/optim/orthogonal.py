@@ -55,19 +55,18 @@ def orthogonalize(
     return (x.mT if tall else x).to(dtype).contiguous()
 
 
-def orthogonalize_members(members: Sequence[Member], parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return this rank's parts [rows, columns] of the members' orthogonalized directions, given its parts of the directions.
+def orthogonalize_members(members: Sequence[Member], parts: list[Tensor]) -> None:
+    """Replace this rank's parts [rows, columns] of the members' directions by those of the orthogonalized directions.
 
     The n ranks along a mesh's longest dimension take turns: each orthogonalizes every n-th matrix, which all of them gather,
     and sends it to the others.
     """
-    found = list(parts)
     meshes: dict[Any, list[int]] = {}
     for number, (member, part) in enumerate(zip(members, parts, strict=True)):
         if isinstance(member.parameter, DTensor):
             meshes.setdefault(member.parameter.device_mesh, []).append(number)
         else:
-            found[number] = as_matrix(_whole(member, part.view(member.parameter.shape)))
+            parts[number] = as_matrix(_whole(member, part.view(member.parameter.shape)))
     for mesh, numbers in meshes.items():
         dimension = max(range(mesh.ndim), key=mesh.size)
         ranks, own = mesh.size(dimension), mesh.get_local_rank(dimension)
@@ -89,8 +88,7 @@ def orthogonalize_members(members: Sequence[Member], parts: Sequence[Tensor]) ->
                     dist.broadcast(whole, group=mesh.get_group(dimension), group_src=rank)
                 matrix, columns = as_matrix(whole), parts[number].shape[1]
                 held = [matrix[s.row : s.row + s.end - s.start, s.column : s.column + columns] for s in shards(parameter)]
-                found[number] = torch.cat(held).contiguous() if held else parts[number].to(whole.dtype)
-    return found
+                parts[number] = torch.cat(held).contiguous() if held else parts[number].to(whole.dtype)
 
 
 def _dtype(member: Member) -> torch.dtype:

@@ -135,6 +135,7 @@ def muon_groups(
     embedding_lr: float | None = None,
     output_lr: float | None = None,
     adamw_decay: float | None = None,
+    adamw_eps: float = 1e-8,
 ) -> list[dict[str, Any]]:
     """Return parameter groups for `Muon`: hidden matrices, then AdamW's: embeddings, the output layer, the rest, bitwidths.
 
@@ -144,6 +145,7 @@ def muon_groups(
         lr, embedding_lr, output_lr: Learning rates of the hidden matrices, embeddings and output layer; by default the
             optimizer's. A tied output layer is an embedding.
         adamw_decay: Weight decay of embeddings and the output layer; by default `weight_decay`.
+        adamw_eps: `eps` of AdamW's groups.
 
     >>> model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16))
     >>> for group in muon_groups(model, embedding_lr=0.2):
@@ -158,14 +160,15 @@ def muon_groups(
     outputs = {id(getattr(model.get_submodule(name), "weight", None)) for name in output_layers(model, sites)}
     across = {f"{site.name}.weight" for site in sites if not site.parameter and is_transposed(site.module)}
     across |= {site.name for site in sites if site.parameter and getattr(site.module, "is_transposed", False)}
-    decay = weight_decay if adamw_decay is None else adamw_decay
-    hidden: dict[str, Any] = {"weight_decay": weight_decay, "use_muon": True} | ({} if lr is None else {"lr": lr})
+    adamw: dict[str, Any] = {"use_muon": False, "eps": adamw_eps}
+    decayed = adamw | {"weight_decay": weight_decay if adamw_decay is None else adamw_decay}
+    hidden: dict[str, Any] = {"use_muon": True, "weight_decay": weight_decay} | ({} if lr is None else {"lr": lr})
     groups: dict[str, dict[str, Any]] = {
         "hidden": hidden,
         "across": hidden | {"transposed": True},
-        "embedding": {"weight_decay": decay, "use_muon": False} | ({} if embedding_lr is None else {"lr": embedding_lr}),
-        "output": {"weight_decay": decay, "use_muon": False} | ({} if output_lr is None else {"lr": output_lr}),
-        "other": {"weight_decay": decay, "use_muon": False},
+        "embedding": decayed | ({} if embedding_lr is None else {"lr": embedding_lr}),
+        "output": decayed | ({} if output_lr is None else {"lr": output_lr}),
+        "other": decayed,
     }
     given = param_groups(model, weight_decay=weight_decay)
     matrices = given.pop(0)["params"] if given and given[0]["params"][0][1].dim() >= 2 else []
@@ -181,4 +184,4 @@ def muon_groups(
             "Muon to orthogonalize: use AdamW."
         )
     made = [{"params": found[role], **group} for role, group in groups.items() if found[role]]
-    return made + [group | {"use_muon": False} for group in given]
+    return made + [group | adamw for group in given]

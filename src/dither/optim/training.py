@@ -12,10 +12,10 @@ from dither.errors import UserError
 from dither.nn.bitwidths import bitwidth_groups, sampling_parameters
 from dither.nn.norms import cast_parameters
 from dither.ops.storage import storage_dtype
-from dither.optim.adamw import AdamMini, AdamW
+from dither.optim.adamw import AdamMini, AdamW, Muon
 from dither.optim.gradients import Gradients
 from dither.optim.released import release_gradients
-from dither.optim.roles import Role
+from dither.optim.roles import Role, muon_groups
 from dither.spec.formats import TABLE
 from dither.spec.modes import MODES, LossScaling, Mode
 
@@ -199,6 +199,7 @@ def training(
     *,
     groups: Sequence[Mapping[str, Any]] | None = None,
     roles: Mapping[str, Role] | None = None,
+    muon: Mapping[str, Any] | None = None,
     gradients: str | None = None,
     loss_scaling: LossScaling | None = None,
     release: bool = False,
@@ -211,6 +212,8 @@ def training(
     lr, options: the learning rate and further options of `AdamW`.
     groups: parameter groups, such as `dither.nn.param_groups(model)`; by default one group, and one more for bitwidths.
     roles: `dither.optim.roles(model)`, for instance; with roles, the optimizer is `AdamMini`.
+    muon: options of `Muon`, such as {"momentum": 0.95}, or {}: it is the optimizer then, by default with the groups of
+        `muon_groups(model)`.
     gradients: the format that gradients are accumulated and all-reduced in: "fp32", "bf16" or "bf16-sr" (bfloat16 with sums
         rounded stochastically); by default the mode's.
     loss_scaling: settings for the modes that scale losses.
@@ -243,9 +246,17 @@ def training(
     cast_parameters(model, parameter_dtype(chosen), all_norms=chosen.plan.master, skip=bitwidths)
     settings: dict[str, Any] = {"weights": chosen.weights, "states": chosen.states, "master": chosen.master}
     others = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in bitwidths]
-    params = [{"params": others}, *bitwidth_groups(model)] if groups is None else [dict(group) for group in groups]
+    if roles is not None and muon is not None:
+        raise UserError("roles= are for AdamMini, and muon= is for Muon: give one of them.")
+    if groups is None:
+        groups = [{"params": others}, *bitwidth_groups(model)] if muon is None else muon_groups(model)
+    params = [dict(group) for group in groups]
     settings |= {"betas": BETAS, "weight_decay": WEIGHT_DECAY, **options}
-    optimizer = AdamW(params, lr, **settings) if roles is None else AdamMini(params, roles, lr, **settings)
+    optimizer: AdamW
+    if muon is not None:
+        optimizer = Muon(params, lr, **{**settings, **muon})
+    else:
+        optimizer = AdamW(params, lr, **settings) if roles is None else AdamMini(params, roles, lr, **settings)
     seed = settings.get("seed", 0)
     made = Training(model, chosen, optimizer, first.device, gradients=gradients, loss_scaling=loss_scaling, seed=seed)
     if release:

@@ -9,7 +9,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -54,6 +54,8 @@ class Result:
     loss: float | None = None
     """Held-out loss after the last step; None if the run is not done."""
     bits_per_byte: float | None = None
+    casts: dict[str, float] = field(default_factory=dict)
+    """Held-out losses after casts of the trained weights."""
     held_out: tuple[tuple[int, float], ...] = ()
     """Held-out losses during the run, each with the tokens before it."""
     curve: tuple[tuple[int, float], ...] = ()
@@ -88,12 +90,13 @@ class Result:
             raise files.Refused("it is not a result of `dither ladder`")
         if data.get("version") != VERSION:
             raise files.Refused(f"it has version {data.get('version')!r:.20}, and this is version {VERSION}")
-        given: dict[str, Any] = {each.name: data.get(each.name) for each in fields(cls)}
+        given: dict[str, Any] = {each.name: data.get(each.name) for each in fields(cls)} | {"casts": data.get("casts", {})}
         numbers, optional = ("ratio", "parameters", "tokens", "seconds"), ("loss", "bits_per_byte", "tokens_per_s", "memory")
         sound = None not in [number(given[name]) for name in numbers]
         sound &= all(given[name] is None or number(given[name]) is not None for name in optional)
         sound &= all(isinstance(given[name], str) for name in ("arm", "model", "kind", "status", "why"))
-        sound &= type(given["seed"]) is int and all(isinstance(given[name], dict) for name in ("machine", "config"))
+        sound &= type(given["seed"]) is int and all(isinstance(given[name], dict) for name in ("machine", "config", "casts"))
+        sound = sound and None not in [number(loss) for loss in given["casts"].values()]
         sound &= given["status"] in ("diverged", "failed") or (given["status"] == "done" and number(given["loss"]) is not None)
         if not sound:
             raise files.Refused("it is damaged: a value is missing or of another type")
@@ -291,6 +294,23 @@ class LadderReport:
                 found.append(RungRow(model, parameters, tokens, arm, loss, difference, speed, "; ".join(notes)))
         return found
 
+    @cached_property
+    def cast_rows(self) -> list[tuple[str, ...]]:
+        """One row per rung, arm and cast: the loss, minus that of the same run uncast, minus the baseline's with the cast."""
+        found: list[tuple[str, ...]] = []
+        for rung, arm in itertools.product(self.rungs, self.arms):
+            runs = [run for run in self.runs(arm, rung) if run.loss is not None]
+            base = {run.seed: run.casts for run in self.runs(self.baseline, rung)}
+            for cast in dict.fromkeys(cast for run in runs for cast in run.casts):
+                losses = {run.seed: run.casts[cast] for run in runs if cast in run.casts}
+                own = [losses[run.seed] - run.loss for run in runs if run.seed in losses and run.loss is not None]
+                pairs = [loss - base[seed][cast] for seed, loss in losses.items() if cast in base.get(seed, {})]
+                loss, change = estimate(list(losses.values())), estimate(own)
+                other = _interval(estimate(pairs), True) if arm != self.baseline else ""
+                place = (rung[1], count(rung[2]), f"`{arm}`", cast, str(len(losses)))
+                found.append((*place, _interval(loss, False), _interval(change, True), other))
+        return found
+
     def law_of(self, model: str) -> Law | None:
         """Return the baseline's law of a model's tokens: that of all sizes, or else the model's own."""
         law = self.laws.get(self.baseline)
@@ -347,6 +367,9 @@ class LadderReport:
         if self.missing:
             parts.append(f"{self.missing} runs of this ladder are not trained yet.")
         parts += self.problems
+        if self.cast_rows:
+            titles = ("model", "tokens", "arm", "weights cast to", "seeds", "held-out loss", "minus uncast")
+            parts += ["## After casts of the weights", _table((*titles, f"minus {self.baseline}"), self.cast_rows)]
         parts.append("## Scaling law")
         fitted = {arm: law for arm, law in self.laws.items() if isinstance(law, Law)}
         laws = [(f"`{arm}`", str(law), str(law.points), f"{law.residual:.4f}") for arm, law in fitted.items()]

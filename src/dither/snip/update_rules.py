@@ -8,7 +8,7 @@ Rules compute what torch.optim computes, in float32. Coupled weight decay (`g + 
 
     AdamW, Adam, AdamMini    `AdamRule`        m, v in any format
     SGD                      `SgdRule`         momentum, dampening, Nesterov
-    Muon                     `MuonRule`        momentum, Nesterov, Newton-Schulz iterations
+    Muon                     `MuonRule`        momentum in any format, Nesterov, Newton-Schulz iterations
 """
 
 import math
@@ -247,6 +247,7 @@ class MuonRule(UpdateRule):
     steps: int
     eps: float
     t: int | None = None
+    maximize: bool = False
 
     @property
     def elementwise(self) -> bool:
@@ -254,8 +255,9 @@ class MuonRule(UpdateRule):
         return False
 
     def _direction(self, g: Tensor) -> Tensor:
-        b = torch.lerp(self.buffer, g.float(), 1 - self.momentum)
-        return torch.lerp(g.float(), b, self.momentum) if self.nesterov else b
+        g = _gradient(g.float(), None, self.maximize)
+        b = torch.lerp(self.buffer, g, 1 - self.momentum)
+        return torch.lerp(g, b, self.momentum) if self.nesterov else b
 
     def update(self, g: Tensor) -> Tensor:
         """Return u(g), which a step subtracts from the weight besides its decay: float32 in the weight's shape."""
@@ -323,8 +325,8 @@ class _Loading(Mapping[str, UpdateRule]):
 def update_rules_of(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) -> Mapping[str, UpdateRule]:
     """Return the update rule of each layer's weight, by layer name.
 
-    Supported optimizers are dither's AdamW in every format and AdamMini, and torch's AdamW, Adam, SGD and Muon. A rule is read
-    from the optimizer each time it is accessed.
+    Supported optimizers are dither's AdamW and Muon in every format and AdamMini, and torch's AdamW, Adam, SGD and Muon. A rule
+    is read from the optimizer each time it is accessed.
 
     >>> layer = torch.nn.Linear(4, 2)
     >>> optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
@@ -336,11 +338,12 @@ def update_rules_of(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tens
     0.1
     """
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    read = _reader(optimizer)
+    usual = _reader(optimizer)
     shares = isinstance(optimizer, AdamW) and optimizer.share is not None
     found: dict[str, Callable[[], UpdateRule]] = {}
     for name, weight in weights.items():
-        if isinstance(weight, DTensor) and (shares or isinstance(optimizer, torch.optim.Muon)):
+        read = _muon if groups.get(id(weight), {}).get("use_muon") else usual
+        if isinstance(weight, DTensor) and (shares or read is _muon):
             shared = "second moments are" if shares else "update of each element is"
             raise UserError(
                 f"The weight of the layer {name!r} is sharded over ranks, and {type(optimizer).__name__}'s {shared} shared "
@@ -408,17 +411,23 @@ def _sgd(optimizer: torch.optim.Optimizer, weight: Tensor, state: dict[str, Any]
 
 
 def _muon(optimizer: torch.optim.Optimizer, weight: Tensor, state: dict[str, Any], group: dict[str, Any]) -> MuonRule:
-    rows, columns = weight.shape
-    adjust = group["adjust_lr_fn"]
-    ratio = 0.2 * math.sqrt(max(rows, columns)) if adjust == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
+    if isinstance(optimizer, AdamW):
+        buffer, ratio, t = optimizer.moments(weight).m, optimizer.member(weight).ratio, int(state["step"]) + 1
+    else:
+        buffer, t = _some(state, "momentum_buffer"), None
+        rows, columns = weight.shape
+        adjust = group["adjust_lr_fn"]
+        ratio = 0.2 * math.sqrt(max(rows, columns)) if adjust == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
     return MuonRule(
-        _some(state, "momentum_buffer"),
+        buffer,
         float(group["lr"]) * ratio,
-        group["momentum"],
+        float(group["momentum"]),
         group["nesterov"],
         tuple(group["ns_coefficients"]),
         group["ns_steps"],
         group["eps"],
+        t,
+        bool(group.get("maximize")),
     )
 
 

@@ -8,7 +8,7 @@ A definition is a frozen object with a name. `register` puts it into the table o
     Recipe          RECIPES      dither.recipe("fp8-block")               data: a plan
     ScaleRule       SCALES       Cast.parse("e2m1 tile(32) pow2")         code: from a group to its scale
     RoundingRule    ROUNDINGS    Cast.parse("e2m1 nearest")               code: which of two neighbours
-    Transform       TRANSFORMS   Cast.parse("... hadamard(16)")           code: before the cast, along its axis
+    TransformRule   TRANSFORMS   Cast.parse("... hadamard(16)")           code: before the cast, along its axis
 
 The first three are defined beside what they build on (`spec.formats`, `spec.cast`, `spec.recipes`), the others here. Code is a
 function in plain torch, `reference`; built-in rules have none here, because `dither.ops.reference` knows them by name. A
@@ -197,11 +197,11 @@ class RoundingRule:
 
 
 @dataclass(frozen=True)
-class Transform:
+class TransformRule:
     """An orthogonal matrix that multiplies every few neighbours along the axis that a product sums over, before the cast.
 
     >>> import torch
-    >>> Transform("flip", lambda size: torch.eye(size).flip(0)).name  # in text: e2m1 tile(16) flip(16)
+    >>> TransformRule("flip", lambda size: torch.eye(size).flip(0)).name  # in text: e2m1 tile(16) flip(16)
     'flip'
     """
 
@@ -231,7 +231,7 @@ FORMATS: Table[Any] = Table("format")
 CASTS: Table[Any] = Table("cast")
 SCALES: Table[ScaleRule] = Table("scale rule")
 ROUNDINGS: Table[RoundingRule] = Table("rounding")
-TRANSFORMS: Table[Transform] = Table("transform")
+TRANSFORMS: Table[TransformRule] = Table("transform")
 RECIPES: Table[Any] = Table("recipe")
 
 TABLES: dict[str, Table[Any]] = {table.kind: table for table in (FORMATS, CASTS, SCALES, ROUNDINGS, TRANSFORMS, RECIPES)}
@@ -267,7 +267,7 @@ for _rounding in (
     ROUNDINGS.add(_rounding)
 
 
-TRANSFORMS.add(Transform("hadamard", about="Hadamard matrix of Sylvester", kernel=True))
+TRANSFORMS.add(TransformRule("hadamard", about="Hadamard matrix of Sylvester", kernel=True))
 
 
 # Registering ----------------------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ def register(*definitions: Any) -> Any:
     """Add definitions to the registry: all of them, or none if one is wrong. Return the first.
 
     Args:
-        definitions: Objects of the classes Format, ScaleRule, RoundingRule, Transform, NamedCast and Recipe.
+        definitions: Objects of the classes Format, ScaleRule, RoundingRule, TransformRule, NamedCast and Recipe.
 
     >>> from dither.spec.formats import Format
     >>> register(Format.from_values("steps-of-three", [-3, 0, 3])).bits

@@ -133,7 +133,7 @@ class Sampling:
         """Return the sampling of a dictionary, the inverse of `to_dict`. Keys may be missing; unknown keys are errors."""
         data = dict(checked_keys("sampling", data, tuple(cls.__dataclass_fields__)))
         if "guidance" in data:
-            if not isinstance(data["guidance"], list):
+            if not isinstance(data["guidance"], list | tuple):
                 raise UserError(f"A sampling's guidance in JSON is a list of objects, not {data['guidance']!r}.")
             guides = tuple(_guide(item) for item in data["guidance"])
             data["guidance"] = guides[0] if len(guides) == 1 else guides

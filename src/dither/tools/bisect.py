@@ -236,8 +236,7 @@ class _Pair:
                     trainer.training.backward(bitwidth_loss(trainer.model))
         before = {name: (x.weight.detach().clone(), y.weight.detach().clone()) for name, (x, y) in self.layers.items()}
         for trainer in (a, b):
-            for group in trainer.training.optimizer.param_groups:
-                group["lr"] = trainer.lr
+            trainer.set_lr()
             trainer.training.step()
             trainer.done += 1
         for name, (x, y) in self.layers.items():
@@ -268,7 +267,8 @@ class _Pair:
                         state["master"].copy_(wide if state["master"].shape == wide.shape else wide.T)
                     elif "master_low" in state:
                         state["master_low"].zero_()
-                        state["exp_avg_sq"].abs_()
+                        if "exp_avg_sq" in state:  # not of Muon's matrices
+                            state["exp_avg_sq"].abs_()
 
     def _pass(self, trainer: Trainer, part: Batch, keep: Callable[..., None]) -> Tensor:
         """Run forward and backward of a micro-batch; `keep` gets the operands of every layer."""

@@ -20,7 +20,7 @@ from dither.nn.sites import find_sites, weight_of
 from dither.numerics.counts import COUNTS, SAMPLE, cast_counts
 from dither.numerics.monitor import MeasuredUpdate, WeightUpdate, last_update
 from dither.ops.backend import implementation
-from dither.optim import AdamMini, AdamW, roles
+from dither.optim import AdamMini, AdamW, Muon, roles
 from dither.optim.groups import MEANING
 from dither.spec import Cast, LayerPrecision, Plan
 from dither.train.config import Config, loads
@@ -221,7 +221,8 @@ def _optimizer(plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple
         if not config.model.ours:
             return None, "Adam-mini's second moments belong to the roles of a model that the checkpoint does not describe."
         known = roles(skeleton(_sizes(config, tensors)))
-    optimizer = AdamW(groups) if known is None else AdamMini(groups, known)
+    kind = Muon if any(group.get("use_muon") for group in groups) else AdamW
+    optimizer = kind(groups) if known is None else AdamMini(groups, known)
     optimizer.load_state_dict(optimizer_state(optimizer, LoadedTensors(tensors), plain["optimizer"]))
     return optimizer, ""
 

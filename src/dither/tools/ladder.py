@@ -26,6 +26,7 @@ from dither import files
 from dither.data import BYTES, is_prepared, load_tokenizer, open_tokens
 from dither.data.text import STDLIB
 from dither.errors import UserError
+from dither.evaluate.variants import Variants, evaluate
 from dither.models import PRESETS, parameter_count, preset
 from dither.models.sizes import Model
 from dither.report.ladder import LadderReport, Result, read_result
@@ -36,6 +37,7 @@ from dither.train import config as configs
 from dither.train.config import Config
 from dither.train.guard import Signals
 from dither.train.loop import Outcome, train
+from dither.train.ranks import joined
 
 LOGS, WORK, TOKENS = "logs", "work", "tokens"
 """Folders beside the results: output of the runs, runs in progress, and tokens."""
@@ -82,6 +84,8 @@ class Ladder:
     """Number of runs per arm and rung: with the seeds of the config, and with the next ones."""
     evaluations: Count = 8
     """Evaluations per run, the last one after its last step."""
+    casts: tuple[str, ...] = ()
+    """Casts of the trained weights as `dither eval --cast` takes them, such as mxfp4: each run is evaluated after each."""
     out: str = "results"
     """Folder of the results, beside the file."""
     config: Config
@@ -95,6 +99,7 @@ class Ladder:
             raise UserError(f"The arm {twice[0]!r} is named twice: name it once.")
         for name in (self.base, *(name for rung in self.rungs for name in rung.arms)):
             OneOf(self.arms).check("ladder.arms", name)
+        Variants(casts=self.casts)
 
     @property
     def base(self) -> str:
@@ -134,6 +139,7 @@ class Run:
     sources: tuple[str, ...]
     """The text as the ladder's file names it; that of the config may be the tokens made of it."""
     config: Config
+    casts: tuple[str, ...] = ()
     kind: str = "train"
 
     @property
@@ -156,7 +162,9 @@ class Run:
 
     def result(self, **values: Any) -> Result:
         """Return the result of this run."""
-        given = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("config", "sources")}
+        given = {
+            each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("config", "sources", "casts")
+        }
         return Result(**given, tokens=self.tokens, config=self.settings, **values)
 
 
@@ -195,7 +203,7 @@ def _run(ladder: Ladder, arm: Arm, sized: Config, parameters: int, ratio: float,
     model = str(config.model.preset)
     placed = out / WORK / f"{model}-{ratio:.4g}-{arm.folder(config)}-seed-{seed}"
     config = replace(config, run=replace(config.run, out=str(placed)))
-    return Run(arm.text, model, float(ratio), seed, parameters, ladder.config.data.sources, config)
+    return Run(arm.text, model, float(ratio), seed, parameters, ladder.config.data.sources, config, ladder.casts)
 
 
 def speed_runs(runs: dict[str, Run]) -> dict[str, Run]:
@@ -205,7 +213,7 @@ def speed_runs(runs: dict[str, Run]) -> dict[str, Run]:
         path = Path(run.config.run.out)
         path = path.with_name(f"speed-{path.name.partition('-seed-')[0]}")
         short = replace(run.config.run, steps=SPEED_STEPS, eval_every=0, log_every=SPEED_STEPS // 8, out=str(path))
-        found[path.name] = replace(run, config=replace(run.config, run=short), kind="speed")
+        found[path.name] = replace(run, config=replace(run.config, run=short), casts=(), kind="speed")
     return found
 
 
@@ -215,8 +223,13 @@ def tiny(ladder: Ladder) -> Ladder:
     data = replace(config.data, sources=(), tokenizer="bytes", sequence=32, batch=4, micro_batch=None)
     few = replace(config, model=Model(), data=data, run=replace(config.run, device="cpu", eval_sequences=8))
     per_step = data.batch * data.sequence / parameter_count(preset("tiny", vocab_size=BYTES.vocab_size))
-    rung = Rung(model="tiny", tokens_per_parameter=(4 * per_step, 8 * per_step, 16 * per_step))
-    return replace(ladder, rungs=(rung,), seeds=min(ladder.seeds, 2), config=few, out=f"{ladder.out}-tiny")
+    names = [Arm.parse(arm) for arm in ladder.arms]
+    early = {arm.text: arm.text + ",snip.start=1,snip.delay=1" * ("snip.target" in dict(arm.settings)) for arm in names}
+    base = early[ladder.base]
+    short = Rung(model="tiny", tokens_per_parameter=(4 * per_step, 8 * per_step), arms=(base,))  # for the law of the tokens
+    rungs = (short, Rung(model="tiny", tokens_per_parameter=(16 * per_step,)))
+    arms, seeds = tuple(early.values()), min(ladder.seeds, 2)
+    return replace(ladder, arms=arms, baseline=base, rungs=rungs, seeds=seeds, config=few, out=f"{ladder.out}-tiny")
 
 
 # Training ---------------------------------------------------------------------------------------------------------------------
@@ -237,6 +250,8 @@ def open_results(runs: dict[str, Run], out: Path) -> tuple[dict[str, Result], di
             problems[name] = (
                 f"The result {path.name!r} is not used: it has other settings ({changed}). Remove it, or restore them."
             )
+        elif result.status == "done" and (lacking := [cast for cast in run.casts if cast not in result.casts]):
+            problems[name] = f"The result {path.name!r} is not used: it has no loss after the cast to {lacking[0]}. Remove it."
         else:
             found[name] = result
     return found, problems
@@ -342,12 +357,23 @@ def _work(run: Run, name: str, out: str, jobs: int) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     try:
         values = _measured(train(run.config, command=sys.argv))
+        if run.casts and values["status"] == "done":
+            values["casts"] = _losses_after_casts(run)
     except Exception as error:  # such as too little memory, or no GPU
         traceback.print_exc()
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
         values = {"status": "failed", "why": kind + str(error).partition("\n")[0], "machine": {}}
     _write(Path(out) / f"{name}.json", run.result(**values, seconds=round(time.monotonic() - began, 1), jobs=jobs))
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _losses_after_casts(run: Run) -> dict[str, float]:
+    """Return the held-out losses of the last checkpoint of a run, with its weights in each cast."""
+    settings = run.config.run
+    with joined(settings.device) as ranks:
+        variants, count = Variants(casts=run.casts), settings.eval_sequences
+        found = evaluate(settings.out, variants=variants, sequences=count, device=ranks.device).variants[1:]
+    return {cast: each.held_out.loss for cast, each in zip(run.casts, found, strict=True) if each.held_out is not None}
 
 
 def _measured(outcome: Outcome) -> dict[str, Any]:

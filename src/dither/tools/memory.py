@@ -19,6 +19,7 @@ from dither.spec import SWIGLU_CAST, Cast, LayerPrecision, MemoryOptions, did_yo
 from dither.spec.engines import container
 from dither.spec.formats import TABLE, Format
 from dither.spec.gpus import GIB as GIB
+from dither.spec.layer import chunk_rows
 from dither.spec.modes import MODES
 from dither.spec.optimizer import BLOCKS, WHOLE, state_bytes
 from dither.spec.recipes import recipe
@@ -161,8 +162,9 @@ class Setting:
     """Number of elements that share the scale of an 8-bit state."""
     gradients: str | None = None
     """Format of gradients, fp32 or bf16; None takes the mode's."""
-    optimizer: Literal["adamw", "adam-mini"] = "adamw"
-    """adamw has two moments per parameter; adam-mini has one, and almost nothing for the second."""
+    optimizer: Literal["adamw", "adam-mini", "muon"] = "adamw"
+    """adamw has two moments per parameter; adam-mini has one, and almost nothing for the second; muon has one per weight of the
+    blocks, and copies their gradients in a step."""
     sampling: Literal["none", "kept", "recomputed"] = "none"
     """Sampled weights (GaussWS, DiffQ): none, kept from forward to backward, or recomputed in backward."""
     compiled: bool = True
@@ -173,6 +175,8 @@ class Setting:
     """Format of the residual stream, as FSDP2's mixed precision sets it; None means that of the parameters."""
     memory: MemoryOptions = MemoryOptions()  # noqa: RUF009 (frozen)
     """Choice of the tensors that cast layers keep between forward and backward."""
+    chunked_logits: bool = False
+    """True if logits and their gradients are computed for some rows at a time (`precision.logits`)."""
     float_logits: bool = False
     """True if the loss keeps float32 logits and their gradients too; dither's own cross entropy does not."""
 
@@ -184,7 +188,7 @@ class Setting:
             _choose("storage of weights", self.weights, ("fp8",))
         if self.gradients is not None:
             _choose("format of gradients", self.gradients, ("fp32", "bf16"))
-        _choose("optimizer", self.optimizer, ("adamw", "adam-mini"))
+        _choose("optimizer", self.optimizer, ("adamw", "adam-mini", "muon"))
         _choose("kind of sampling", self.sampling, ("none", "kept", "recomputed"))
         if self.residual is not None:
             _choose("format of the residual stream", self.residual, WHOLE)
@@ -306,12 +310,12 @@ def code_bytes(cast: Cast, rows: int, columns: int) -> float:
 def resident(shape: Shape, setting: Setting) -> dict[str, int]:
     """Return the bytes of weights, masters and states, which persist between steps."""
     storage, count = setting.storage, shape.parameters
-    moments = 1 if setting.optimizer == "adam-mini" else 2
+    moments = {"adamw": 2 * count, "adam-mini": count, "muon": 2 * count - shape.block_weights}[setting.optimizer]
     coded = shape.block_weights if setting.weights == "fp8" else 0
     return {
         "weights": round((count - coded) * format_bytes(storage.parameters) + coded),
         "masters": round(count * storage.masters),
-        "states": round(count * moments * state_bytes(storage.states, setting.state_block)),
+        "states": round(moments * state_bytes(storage.states, setting.state_block)),
     }
 
 
@@ -715,7 +719,8 @@ def _stage(shape: Shape, setting: Setting, passes: StepPasses, layout: Scheduled
     block_kept, block_codes = (tokens * each for each in block_activations(shape, setting, tp=tp))
     flight = in_flight(layout, passes.number, last=last)
     columns = math.ceil(shape.vocab / ALIGNED) * ALIGNED / tp
-    logits = tokens * columns * setting.logit_bytes if last else 0.0
+    rows = min(tokens, chunk_rows(shape.vocab)) if setting.chunked_logits else tokens
+    logits = rows * columns * setting.logit_bytes if last else 0.0
     ending = tokens * last_norm(shape, setting) / tp if last else 0.0
     accumulated = gradients if passes.number > 1 else 0.0
     forward = {**still, "gradients": accumulated, "weight_codes": copies}
@@ -729,10 +734,17 @@ def _stage(shape: Shape, setting: Setting, passes: StepPasses, layout: Scheduled
         again["gradients"] = max(accumulated, output / layout.dp_shard * g)
         moments["recompute"] = again
     moments["loss"] = {**forward, **everything, "logits": logits, "temporaries": ending + WORKSPACE + gathered}
+    if setting.chunked_logits:  # gradients of the output layer exist before the backward pass
+        moments["loss"]["gradients"] = max(accumulated, output / layout.dp_shard * g)
     # The last gradient is computed in the format of products before it is converted to its own; during the backward pass of
     # the first block, all gradients but its own exist.
     widest = (output or shape.output_weights / tp) * c
     largest = max(widest, block_kept + block_codes - of_block)
+    if setting.optimizer == "muon":
+        # Directions of all matrices, or of a block's; and of one, its gathered direction and the operands of its iteration.
+        whole_matrix = shape.width * shape.feed_forward
+        directions = weights / layout.dp_shard / (layers if setting.released else 1) * min(g, 4)
+        largest = max(largest, directions + 12 * whole_matrix)
     nothing = {"activations": 0.0, "input_codes": 0.0, "logits": 0.0, "temporaries": largest + WORKSPACE + gathered}
     moments["update"] = {**still, "gradients": gradients, "weight_codes": copies if codes_held else 0.0, **nothing}
     return MemoryEstimate(

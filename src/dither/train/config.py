@@ -57,8 +57,8 @@ Beta = Annotated[float, Within(0, 1, open_above=True)]
 class Optim:
     """The optimizer and the learning rate."""
 
-    optimizer: Literal["adamw", "adam-mini"] = "adamw"
-    """adamw, or adam-mini, which has one second moment per row or head."""
+    optimizer: Literal["adamw", "adam-mini", "muon"] = "adamw"
+    """adamw; adam-mini, which has one second moment per row or head; or muon, which orthogonalizes updates of matrices."""
     lr: Annotated[float, Within(0, open_below=True)] = 3e-3
     """Peak learning rate; 3e-3 suits the tiny model, larger models need less: 6e-4 at 124M, 3e-4 at 1B."""
     min_lr: float | None = None
@@ -108,6 +108,34 @@ class Optim:
             )
 
 
+Rate = Annotated[float, Within(0, open_below=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonSettings:
+    """Muon's hidden matrices, and learning rates by role. Other parameters are AdamW's, with the settings of [optim]."""
+
+    matrix_lr: Rate | None = None
+    """Peak learning rate of hidden matrices; by default optim.lr."""
+    embedding_lr: Rate | None = None
+    """Peak learning rate of embeddings; by default optim.lr."""
+    output_lr: Rate | None = None
+    """Peak learning rate of the output layer, if it is not tied; by default optim.lr."""
+    matrix_decay: Annotated[float, Within(0)] | None = None
+    """Decay of hidden matrices; by default optim.weight_decay, which embeddings and the output layer have."""
+    momentum: Beta = 0.95
+    """Decay rate of the momentum."""
+    nesterov: bool = True
+    """Nesterov momentum: the gradient counts once more."""
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
+    """Scale of a matrix's updates: as large as AdamW's, for its learning rates, or the original, for rates such as 0.02."""
+    ns_steps: Annotated[int, Within(1, 99)] = 5
+    """Newton-Schulz iterations."""
+
+    def __post_init__(self) -> None:
+        check("muon", self)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Precision:
     """The precision of parameters, layers, gradients and optimizer states."""
@@ -145,6 +173,8 @@ class Precision:
     """Layouts of a weight's codes that are held for a step: both, the forward product's, or none; see docs/memory.md."""
     swiglu: Literal["exact", "fp8"] = "exact"
     """Backward reads the inputs of SwiGLU as they are, or as FP8 codes, in half of the memory or less; see docs/memory.md."""
+    logits: Literal["whole", "chunked"] = "whole"
+    """Logits and their gradients are computed all at once, or for some rows at a time; see docs/memory.md."""
     times: str | None = None
     """With fp8-auto: file of measured times; on a GPU, what is missing is measured and added."""
 
@@ -157,6 +187,7 @@ class Precision:
             return
         self._check_output()
         self._check_stored()
+        self._check_logits()
         if self.recipe is not None and self.plan is not None:
             raise UserError(
                 f"precision.recipe={self.recipe!r} and precision.plan={self.plan!r} both set the casts: set only one."
@@ -175,6 +206,14 @@ class Precision:
             self._sampled(recipe("fp8-block"))  # a sampling that does not go with casts
         elif self.times is not None:
             raise UserError(f"precision.times={self.times!r} has no effect without the recipe fp8-auto: remove it.")
+
+    def _check_logits(self) -> None:
+        """Raise if the loss is to be computed in parts, and the output layer is cast."""
+        if self.logits == "chunked" and self.output is not None:
+            raise UserError(
+                f"precision.logits='chunked' is for an output layer without casts, and precision.output={self.output!r} casts "
+                "it: drop one."
+            )
 
     def _check_stored(self) -> None:
         """Raise if weights are to be stored in FP8 and another field needs them in another form."""
@@ -595,6 +634,8 @@ class Config:
     """The training text."""
     optim: Optim = field(default_factory=Optim)
     """The optimizer and the learning rate."""
+    muon: MuonSettings = field(default_factory=MuonSettings)
+    """Muon, if it is the optimizer."""
     lora: Lora = field(default_factory=Lora)
     """Adapters on a frozen model."""
     precision: Precision = field(default_factory=Precision)
@@ -644,12 +685,33 @@ class Config:
                 "optim.optimizer='adam-mini' keeps its moments in fp32 or bf16, not in "
                 f"precision.states={self.precision.states!r}."
             )
+        if self.optim.optimizer == "muon":
+            self._check_muon()
+
+    def _check_muon(self) -> None:
+        """Raise if the config has something that Muon does not work with."""
+        if self.parallel.pp > 1:
+            raise UserError(
+                f"optim.optimizer='muon' does not go with parallel.pp={self.parallel.pp}, whose stages have parameters of "
+                "different roles: use parallel.dp_shard and parallel.tp."
+            )
+        if self.snip.target is not None and max(self.parallel.dp_shard, self.parallel.tp) > 1:
+            raise UserError(
+                "optim.optimizer='muon' does not go with snip.target and sharded weights, since updates depend on whole "
+                "matrices: use parallel.dp_replicate, or adamw."
+            )
+        if self.precision.dtypes.master == "split":
+            raise UserError(
+                f"precision.mode={self.precision.mode!r} keeps one bit of its masters in second moments, which "
+                "optim.optimizer='muon' does not have: use o2 or bf16-24."
+            )
 
     def _check_effects(self) -> None:
         """Raise if a field differs from its default and has no effect, since another one is missing."""
         scaled = ("precision.mode='fp16'", self.precision.dtypes.plan.loss_scaling)
         skips = ("guard.nonfinite='skip'", self.guard.nonfinite == "skip")
         needs = {
+            "muon": ("optim.optimizer='muon'", self.optim.optimizer == "muon"),
             "lora": ("lora.rank", self.lora.rank is not None),
             "qat.noise_": ("qat.format", self.qat.format is not None),
             "qat.scales": ("qat.format", self.qat.format is not None),
@@ -717,7 +779,7 @@ class Config:
             "precision.schedule": bool(self.precision.schedule),
             "precision.sampling": self.precision.sampling is not None,
             "precision.output": self.precision.output is not None,
-            "optim.optimizer='adam-mini'": self.optim.optimizer != "adamw",
+            "optim.optimizer='adam-mini'": self.optim.optimizer == "adam-mini",
             "monitor.every": self.monitor.every > 0,
         }
         for name, there in obstacles.items():

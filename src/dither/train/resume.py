@@ -35,7 +35,10 @@ FREE = (
 )
 """Sections and fields that may change when a run resumes: they do not affect the steps done. A corpus has a SHA-256."""
 
-RATES = ("optim.lr", "optim.min_lr", "optim.schedule", "optim.warmup", "optim.decay", "run.steps")
+RATES = (
+    *("optim.lr", "optim.min_lr", "optim.schedule", "optim.warmup", "optim.decay", "run.steps"),
+    *("muon.matrix_lr", "muon.embedding_lr", "muon.output_lr"),
+)
 """The fields of the learning rate. They may change: the steps to come have the new rate, and the change is recorded."""
 
 SAME_NUMBERS = ({"o2", "o2-split"},)

@@ -18,12 +18,13 @@ from dither.checkpoint.state import Resumed, pack, plan_of, unpack
 from dither.data import Batch, Corpus, Loader, held_out
 from dither.errors import UserError
 from dither.evaluate.held_out import Perplexity, batch_losses, evaluating
-from dither.models import CausalLM, build, compile_blocks, flops_per_token, hf
+from dither.models import CausalLM, HuggingFace, build, compile_blocks, flops_per_token, hf
 from dither.models.causal import PlainLM
 from dither.models.generation import PaddedLogits, default_prompt, sample_text
 from dither.models.lora import adapt, narrow_base
 from dither.models.open import check_same_base, load_weights, origin_of
 from dither.models.presets import blank, draw_parts
+from dither.models.transformers_models import check_output_layer
 from dither.nn import GraphedPasses, Linear, bitwidth_loss, convert, effective_precision, param_groups, step_context
 from dither.nn.bitwidths import block_bitwidths
 from dither.nn.frozen import FrozenLinear
@@ -31,11 +32,12 @@ from dither.nn.step import reshard
 from dither.nn.stored import store_weights
 from dither.numerics import Monitor, NumericsReport
 from dither.ops.ranks import gather
-from dither.optim import Training, roles, training
+from dither.optim import Training, muon_groups, roles, training
 from dither.optim.roles import Role
 from dither.parallel.apply import allocate
 from dither.snip.controller import Snip
 from dither.snip.dry_run import TrainingSetup
+from dither.spec.layer import chunk_rows
 from dither.spec.modes import MOST_NORM
 from dither.spec.random import Stream
 from dither.spec.schedule import PlanSchedule
@@ -115,6 +117,8 @@ class Trainer:
         if precision.weights == "fp8":
             _check_stored(config, ranks)
             store_weights(self.model)
+        if precision.logits == "chunked":
+            _chunk_loss(self.model, ranks)
         self.base: dict[str, Any] | None = None
         """The origin of the base of adapters; None if there are none."""
         if config.lora.rank is not None:
@@ -139,6 +143,8 @@ class Trainer:
             draw_parts(self.model, config.run.seed)
         self.training = _training(config, self.model, adam_roles)
         self.training.optimizer.stages = self.layout.pipeline_group
+        self.lr_shares = [group["lr"] / config.optim.lr for group in self.training.optimizer.param_groups]
+        """The learning rate of each group of the optimizer, divided by optim.lr."""
         self.guided = guided_share(self.model, self.layout.pipeline_group)
         """This rank's share of the blocks whose bitwidths a loss guides; 0 if there are none."""
         compiles = ranks.device.type == "cuda" and config.parallel.schedule != "zero-bubble"  # which splits backward passes
@@ -203,6 +209,11 @@ class Trainer:
         """True if losses are scaled: overflows of gradients then lower the scale and do not concern the guard."""
         return self.training.scaler.is_enabled()
 
+    def set_lr(self) -> None:
+        """Give each group of the optimizer its learning rate in the next step."""
+        for group, share in zip(self.training.optimizer.param_groups, self.lr_shares, strict=True):
+            group["lr"] = self.lr * share
+
     def step(self, batch: Batch, signal: float = 0.0) -> Tensor:
         """Do one optimizer step. Return float32[4] on the device: mean loss, gradient norm, sum of all signals, loss scale.
 
@@ -210,8 +221,7 @@ class Trainer:
         If the guard stops such runs, later steps change no weight either: a GPU begins the next step before the host knows.
         """
         optimizer, passes = self.training.optimizer, self.passes
-        for group in optimizer.param_groups:
-            group["lr"] = self.lr
+        self.set_lr()
         # On a CPU, torch.manual_seed would also queue the seed for a GPU, with a stack trace: milliseconds, and memory.
         seed = torch.manual_seed if self.ranks.device.type == "cuda" else torch.default_generator.manual_seed
         seed((self._dropout + self.done) % (1 << 63))
@@ -546,7 +556,8 @@ def _training(config: Config, model: CausalLM, adam_roles: Mapping[str, Role] | 
         config.optim.lr,
         gradients=config.precision.gradients,
         loss_scaling=config.loss_scaling if scaled else None,
-        groups=param_groups(model, weight_decay=config.optim.weight_decay),
+        groups=_groups(config, model),
+        muon=_muon(config),
         roles=adam_roles,
         betas=config.optim.betas,
         eps=config.optim.eps,
@@ -563,6 +574,30 @@ def _training(config: Config, model: CausalLM, adam_roles: Mapping[str, Role] | 
     if config.lora.rank is not None:
         narrow_base(model, config.precision.mode)
     return made
+
+
+def _groups(config: Config, model: CausalLM) -> list[dict[str, Any]]:
+    """Return the parameter groups of a model."""
+    muon, decay = config.muon, config.optim.weight_decay
+    if config.optim.optimizer != "muon":
+        return param_groups(model, weight_decay=decay)
+    return muon_groups(
+        model,
+        weight_decay=decay if muon.matrix_decay is None else muon.matrix_decay,
+        lr=muon.matrix_lr,
+        embedding_lr=muon.embedding_lr,
+        output_lr=muon.output_lr,
+        adamw_decay=decay,
+        adamw_eps=config.optim.eps,
+    )
+
+
+def _muon(config: Config) -> dict[str, Any] | None:
+    """Return the options of Muon, or None."""
+    muon = config.muon
+    options = {name: getattr(muon, name) for name in ("momentum", "nesterov", "adjust_lr_fn", "ns_steps")}
+    options["eps"] = 1e-7  # the least norm of a matrix; optim.eps is that of AdamW's groups
+    return options if config.optim.optimizer == "muon" else None
 
 
 def _sizes(config: Config, corpus: Corpus) -> Any:
@@ -592,6 +627,18 @@ def _check_stored(config: Config, ranks: Ranks) -> None:
                 f"precision.weights='fp8' is for a whole model on one device, with AdamW and one plan, and here is {name}: "
                 "leave one of them out."
             )
+
+
+def _chunk_loss(model: CausalLM, ranks: Ranks) -> None:
+    """Let a model compute its loss in parts, or raise."""
+    if ranks.world > 1:
+        raise UserError(f"precision.logits='chunked' is for one device, and here are {ranks.world} ranks: leave it out.")
+    if isinstance(model, HuggingFace):
+        check_output_layer(model.hf)
+        layer: Any = model.get_output_embeddings()
+    else:
+        layer = model.lm_head
+    model.loss_rows = chunk_rows(layer.out_features)
 
 
 def _check_release(trainer: Trainer) -> None:
