@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dither import Cast, LayerPrecision, Plan, checkpoint, cli, convert, export, rollout_weights, step_context
+from dither import Cast, LayerPrecision, Plan, checkpoint, cli, convert, export, qat, rollout_weights, step_context
 from dither.data import train_bpe
 from dither.errors import UserError
 from dither.exporting.record import load
@@ -351,6 +351,23 @@ def test_a_rollout_of_a_step_has_the_bytes_of_the_export(config, format, tmp_pat
         rolled(model)
     with step_context(model, step=0):
         ours = rolled(model)
+    assert ours.keys() == theirs.keys()
+    assert all(same_bytes(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_rollout_of_training_for_a_format_has_the_bytes_of_its_export(tmp_path):
+    model = hf({name: value for name, value in LLAMA.items() if name != "architectures"})
+    convert(model, qat(model, "nvfp4"))
+    tokens = torch.randint(300, (2, 16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        with step_context(model, step=step):
+            ours = {name: tensor.clone() for name, tensor in rolled(model).items()}
+            model(tokens[:, :-1], tokens[:, 1:]).backward()
+        if step == 0:
+            optimizer.step()
+    export(model, tmp_path / "exported", format="nvfp4")
+    theirs = load_file(tmp_path / "exported" / "model.safetensors")
     assert ours.keys() == theirs.keys()
     assert all(same_bytes(ours[name], theirs[name]) for name in theirs)
 
