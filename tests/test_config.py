@@ -441,9 +441,9 @@ def test_schedules():
 
 
 IMPOSSIBLE = {
-    "snip.pinned=['*.nothing=fp8']": "matches no layer",
-    "snip.pinned=['*=fp8']": "the largest feasible one is 0",
-    "snip.options='bf16,fp8' snip.target=0.9 snip.pinned=['*.down_proj=bf16']": "the largest feasible one is",
+    "snip.pinned=['*.nothing=fp8-block']": "matches no layer",
+    "snip.pinned=['*=fp8-block']": "the largest feasible one is 0",
+    "snip.options='bf16,fp8-block' snip.target=0.9 snip.pinned=['*.down_proj=bf16']": "the largest feasible one is",
 }
 
 

@@ -326,13 +326,13 @@ def test_a_file_is_stored_in_the_run_and_a_resume_needs_it(tmp_path, capsys, mon
 
 def test_any_cast_is_a_level_of_snip(capsys):
     dither.register(Recipe.of("levels", "nf4 tile(64)", "nf4 tile(64)", "e4m3 tile(128)"))
-    names = [option.name for option in options("fp8,nf4 tile(64)")]
+    names = [option.name for option in options("fp8-block,nf4 tile(64)")]
     assert (len(names), names[-1]) == (8, "nf4 tile(64)/nf4 tile(64)/nf4 tile(64)")
-    assert len(options("fp8,levels")) == 4  # both cast gradients alike
+    assert len(options("fp8-block,levels")) == 4  # both cast gradients alike
     with pytest.raises(UserError, match=r"There is no level 'nf5': choose from .* or write a cast such as"):
-        options("fp8,nf5")
+        options("fp8-block,nf5")
     assert cli.main(["plan", "options", "--json"]) == 0
-    assert {"fp8", "mxfp4", "levels"} <= {each["level"] for each in json.loads(capsys.readouterr().out)}
+    assert {"fp8-block", "mxfp4", "levels"} <= {each["level"] for each in json.loads(capsys.readouterr().out)}
 
 
 @pytest.mark.parametrize("name", ["e2m1", "e4m3", "e3m2", "e2m3"])

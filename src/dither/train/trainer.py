@@ -198,7 +198,7 @@ class Trainer:
         parts = [f"mode {chosen.mode}, which computes in {chosen.dtypes.plan.compute}"]
         if cast:
             engines = ", ".join(sorted({engine for layer in cast for engine in layer.engines}))
-            name = "plans by step" if chosen.schedule else chosen.recipe or chosen.plan or "the plan"
+            name = "plans by step" if chosen.schedule else chosen.recipe or chosen.plan or self.config.qat.format or "the plan"
             parts.append(f"{name} in {len(cast)} of {len(layers)} linear layers ({engines})")
         parts.append(f"states {chosen.states or chosen.dtypes.states}")
         parts += ["compiled"] * bool(self.compiled) + ["CUDA graphs"] * (self.passes.graphs is not None)
