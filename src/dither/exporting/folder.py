@@ -68,9 +68,9 @@ def export(
     Args:
         model: A causal language model of `dither.models` or of transformers, converted or not.
         folder: A new or empty folder.
-        format: bf16, fp16, fp8-block, fp8-dynamic, mxfp8, mxfp4, nvfp4, int8, int4-g32, int4-g128, or auto, which chooses per
-            layer: by `plan`, by learned bitwidths, or by the casts of a converted model. With gguf-f16, gguf-q8_0, gguf-q4_0 or
-            gguf-mxfp4, `folder` is a new GGUF file for llama.cpp.
+        format: bf16, fp16, fp8-block, fp8-dynamic, mxfp8, mxfp4, mxfp4-w4a4, nvfp4, int8, int4-g32, int4-g128, or auto, which
+            chooses per layer: by `plan`, by learned bitwidths, or by the casts of a converted model. With gguf-f16, gguf-q8_0,
+            gguf-q4_0 or gguf-mxfp4, `folder` is a new GGUF file for llama.cpp.
         plan: For "auto", a plan whose casts of weights choose the formats; or the plan of `dither.qat` for `format`.
         tokenizer: A tokenizer of `dither.data` or of transformers, a tokenizer.json, or a folder that has one.
         engine: "any", or "vllm" to also write experts in formats that vLLM reads and transformers does not.

@@ -67,7 +67,7 @@ class Scale:
     @property
     def measures_tensor(self) -> bool:
         """Return True if that scale follows from the largest magnitude of the tensor."""
-        return self.two_level and self.kind != "nvfp4_fixed"
+        return self.two_level and self.kind not in ("nvfp4_fixed", "nvfp4_mse")
 
     def __str__(self) -> str:
         if self.arguments:
@@ -152,8 +152,8 @@ class Cast:
     granularity: str = "none"
     """The elements that share a scale: none, tensor, row, block(n) or tile(n)."""
     scale: str = "none"
-    """none, fp32, mse, quest, pow2, pow2_ceil, pow2_round, pow2_rtz, nvfp4, nvfp4_fixed(scale), four_over_six, eden(n), bf16,
-    q4_0, q8_0, static(scale) or delayed(history)."""
+    """none, fp32, mse, quest, pow2, pow2_ceil, pow2_round, pow2_rtz, pow2_mse, nvfp4, nvfp4_fixed(scale), nvfp4_mse(scale),
+    four_over_six, eden(n), bf16, q4_0, q8_0, static(scale) or delayed(history)."""
     rounding: str = "nearest"
     """nearest, stochastic(bits), toward_zero, or a registered rule."""
     transform: str = "none"
@@ -215,9 +215,11 @@ class Cast:
                     f"scale={self.scale!r} casts to {' or '.join(formats)} in {' or '.join(groups)} as another library does, "
                     f"to nearest: write '{formats[0]} {groups[0]} {scale.kind}', not {str(self)!r}."
                 )
-        if scale.kind == "mse" and rounding.kind != "nearest":
-            raise UserError(f"scale='mse' lowers the error of rounding to nearest: use it so, not with {self.rounding!r}.")
-        least = {"static": -126, "nvfp4_fixed": -117}.get(scale.kind)
+        if scale.kind.endswith("mse") and rounding.kind != "nearest":
+            raise UserError(
+                f"scale={self.scale!r} lowers the error of rounding to nearest: use it so, not with {self.rounding!r}."
+            )
+        least = {"static": -126, "nvfp4_fixed": -117, "nvfp4_mse": -117}.get(scale.kind)
         if least is not None and not 2.0**least <= scale.arguments[0] <= 2.0**-least:
             raise UserError(
                 f"The scale of {self.scale!r} is a number from 2^{least} to 2^{-least}, about 1e{least * 0.30103:+.0f} to "

@@ -248,11 +248,13 @@ for _rule in (
     ScaleRule("bf16", about="compressed-tensors' integers: largest magnitude / half the range, in bfloat16", exported="bf16"),
     ScaleRule("q4_0", about="llama.cpp: largest magnitude to -8, with its sign, in float16", values=True, exported="fp16"),
     ScaleRule("q8_0", about="llama.cpp: largest magnitude / 127, in float16", exported="fp16"),
+    ScaleRule("pow2_mse", about="pow2 or twice that, with the smaller squared error", storage="pow2"),
     ScaleRule("static", about="the number in brackets, one scale per tensor", arguments=1, kernel=True),
     ScaleRule("four_over_six", about="nvfp4 for 6 or for 4, with the smaller squared error", storage="nvfp4", kernel=True),
     ScaleRule("eden", about="MS-EDEN: nvfp4, corrected per n values and rounded stochastically", arguments=1, storage="nvfp4"),
     ScaleRule("nvfp4", about="E4M3 per group and float32 per tensor", storage="nvfp4", kernel=True),
     ScaleRule("nvfp4_fixed", about="nvfp4 with the tensor scale in brackets", arguments=1, storage="nvfp4", kernel=True),
+    ScaleRule("nvfp4_mse", about="nvfp4_fixed times 3/4 to 3/2, with the smallest squared error", arguments=1, storage="nvfp4"),
     ScaleRule("delayed", about="float32, from the largest magnitudes of earlier steps", storage="delayed", kernel=True),
 ):
     SCALES.add(_rule)

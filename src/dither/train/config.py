@@ -471,6 +471,8 @@ class Qat:
 
     format: Annotated[str, OneOf(DEPLOYMENTS)] | None = None
     """Format in which the model will be served, such as nvfp4, mxfp4 or fp8-block; by default none. --qat sets it."""
+    scales: Literal["largest", "search"] = "largest"
+    """Scales of weights by the largest magnitude of each group, or search for the smallest squared error: MXFP4 and NVFP4."""
     noise_until: Share = 0.0
     """Fraction of the steps, at the beginning, in which weights have GaussWS noise in place of casts."""
     noise_bits: Annotated[float, Within(1, 16)] = 4.0
@@ -712,6 +714,7 @@ class Config:
             "muon": ("optim.optimizer='muon'", self.optim.optimizer == "muon"),
             "lora": ("lora.rank", self.lora.rank is not None),
             "qat.noise_": ("qat.format", self.qat.format is not None),
+            "qat.scales": ("qat.format", self.qat.format is not None),
             "snip": ("snip.target", self.snip.target is not None),
             "loss_scaling": scaled,
             "guard.overflow_share": scaled,
@@ -748,6 +751,7 @@ class Config:
             "precision.schedule": bool(precision.schedule),
             "precision.sampling": precision.sampling is not None,
             "precision.output": precision.output is not None,
+            "precision.weights": precision.weights is not None,
             "snip.target": self.snip.target is not None,
             "monitor.fallback": self.monitor.fallback is not None,
         }

@@ -198,7 +198,7 @@ class Trainer:
         parts = [f"mode {chosen.mode}, which computes in {chosen.dtypes.plan.compute}"]
         if cast:
             engines = ", ".join(sorted({engine for layer in cast for engine in layer.engines}))
-            name = "plans by step" if chosen.schedule else chosen.recipe or chosen.plan or "the plan"
+            name = "plans by step" if chosen.schedule else chosen.recipe or chosen.plan or self.config.qat.format or "the plan"
             parts.append(f"{name} in {len(cast)} of {len(layers)} linear layers ({engines})")
         parts.append(f"states {chosen.states or chosen.dtypes.states}")
         parts += ["compiled"] * bool(self.compiled) + ["CUDA graphs"] * (self.passes.graphs is not None)
@@ -667,7 +667,11 @@ def _model(config: Config, corpus: Corpus, device: torch.device) -> CausalLM:
     # The base of adapters is never needed in float32: its codes are made from the weights as they are in the files, or are
     # those of the files.
     source, adapts = config.model.hf or config.model.mixtral(config.model.vocab or tokens), config.lora.rank is not None
-    model = hf(source, seed=seed, device=device, dtype=None if adapts else torch.float32, codes=adapts)
+    plan = config.precision.dtypes.plan
+    # Without masters, parameters become BF16 anyway: in float32 they might not fit into a GPU that trains them.
+    narrow = plan.parameters == "bf16" and not plan.master
+    dtype = None if adapts else torch.bfloat16 if narrow else torch.float32
+    model = hf(source, seed=seed, device=device, dtype=dtype, codes=adapts)
     if model.embedding.num_embeddings < tokens:
         raise UserError(
             f"The model has a vocabulary of {model.embedding.num_embeddings} tokens, and the tokenizer has {tokens}: increase "
