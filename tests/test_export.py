@@ -285,7 +285,7 @@ def test_auto_writes_mixtures_that_transformers_loads(kind, case, tmp_path, capl
 
 
 def test_every_format_is_its_own_in_a_plan():
-    assert all(format_of(each.deployment.cast) == name for name, each in FORMATS.items())
+    assert all(format_of(each.deployment.cast, each.deployment.input_cast) == name for name, each in FORMATS.items())
 
 
 # Files --------------------------------------------------------------------------------------------------------------------
