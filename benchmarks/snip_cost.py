@@ -76,7 +76,7 @@ def main() -> None:
     busy = sum(kernel["ms"] for kernel in kernels) / 1e3
     print(f"{'':<22}{'seconds':>9}{'steps':>8}{'of kernels':>12}{'steps':>8}{'peak GiB':>10}{'of training':>13}", flush=True)
     print(f"{'an ordinary step':<22}{ordinary:>9.3f}{1:>8.2f}{busy:>12.3f}{1:>8.2f}{peak:>10.2f}{1:>13.4f}", flush=True)
-    chosen, last = options("fp8,fp4"), []
+    chosen, last = options("fp8-block,fp4-block"), []
     for probe in filter(None, arguments.probes.split(",")):
         for tokens in map(int, arguments.tokens.split(",")):
             rows = max(1, min(tokens // arguments.sequence, batch))

@@ -20,7 +20,7 @@ compiling each of them takes longer than these runs. Results are written after e
 not repeated; --minutes starts no run that would not end in time. Arms are
 
     bf16, fp8, fp4            no casts, fp8-block and fp4-block in every layer but the output
-    fp4/fp8/fp8               one option for input, weight and gradient, in every layer but the output
+    fp4-block/fp8-block/fp8-block               one option for input, weight and gradient, in every layer but the output
     snip@75                   SNIP at a target of 75 % of FLOPs in FP4, by the default probe; snip:last@75 by another one
     snip^1@75                 the sum of divergences, as in the paper, instead of their squares
     random@75, min-abs-err@75, min-rel-err@75, E-layer-id@75, E-layer-type@75; random layers differ for each seed
@@ -81,7 +81,7 @@ def uniform(statistics: Statistics, options: Sequence[Option], goal: Goal) -> So
     enough = [option for option, total in enumerate(totals) if total >= goal.target - SLACK]
     if not enough:
         raise UserError(f"No single option reaches a target of {goal.target:g}: the largest feasible one is {max(totals):.6g}.")
-    # Among options that save the same, such as fp8/fp8/fp8 and fp8/fp8/fp4, take the one with the least error.
+    # Among options that save the same, as with FP8 everywhere and with FP4 gradients, take the one with the least error.
     best = min(enough, key=lambda option: (totals[option], math.fsum(row[option] for row in errors), option))
     return _solution([best] * len(shares), errors, shares, goal)
 
@@ -203,7 +203,7 @@ def _solution(chosen: Sequence[int], harm: list[list[float]], shares: list[list[
 
 # Arms ------------------------------------------------------------------------------------------------------------------
 
-OPTIONS = options("fp8,fp4")
+OPTIONS = options("fp8-block,fp4-block")
 WHOLE = {
     "bf16": Plan(default=LayerPrecision(), compute="bf16"),
     "fp8": dither.recipe("fp8-block"),

@@ -316,7 +316,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--minutes", type=float, default=8.0, help="approximate time for verification, after scoring")
     parser.add_argument("--probes", default=",".join(PROBES))
-    parser.add_argument("--options", default="fp8,fp4")
+    parser.add_argument("--options", default="fp8-block,fp4-block")
     parser.add_argument("--micro", type=int, default=1, help="batches of training text for probes")
     parser.add_argument(
         "--compute",

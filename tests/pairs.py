@@ -19,7 +19,7 @@ from dither.ops.triton import quantize as kernel_quantize
 from dither.ops.triton import rounding as kernel_rounding
 from dither.ops.triton import sampling as kernel_sampling
 from dither.ops.triton import transforms as kernel_transforms
-from dither.spec import Hadamard, Rounding, levels
+from dither.spec import Rounding, Transform, levels
 from dither.spec.formats import TABLE, Format
 from dither.spec.optimizer import BLOCKS, MAPS, MASTERS, WHOLE, Update
 from dither.spec.random import Draw, matrix_size
@@ -180,7 +180,7 @@ def check_replaced(rows: int, columns: int, length: int, device: str) -> int:
 def check_transformed(x: Tensor, text: str, axis: int, offset: tuple[int, int] = (0, 0), container: str = "") -> int:
     """Codes and BF16 numbers of one kernel, against the transform and then the cast."""
     cast, place = Cast.parse(text), torch.tensor([5, 0, STREAM.key], device=x.device)
-    padded = x.new_empty(1).expand(transforms.padded_shape(x, cast.turn, axis))
+    padded = x.new_empty(1).expand(transforms.padded_shape(x, cast.transforming, axis))
     draw, stored = draw_for(padded, cast.round, offset), Format.parse(container) if container else cast.element
     found = [code.quantize(x, cast, axis, draw, place, stored) for code in (transforms, kernel_transforms)]
     wrong = sum(map(differing, *found))
@@ -192,7 +192,7 @@ def check_transformed(x: Tensor, text: str, axis: int, offset: tuple[int, int] =
 
 def check_transform(x: Tensor, text: str, axis: int) -> int:
     place = torch.tensor([5, 0, STREAM.key], device=x.device)
-    found = (code.transform(x, Hadamard.parse(text), axis, place) for code in (transforms, kernel_transforms))
+    found = (code.transform(x, Transform.parse(text), axis, place) for code in (transforms, kernel_transforms))
     return differing(*found)
 
 

@@ -90,7 +90,7 @@ def trained(folder: Path) -> Path:
 def large(folder: Path, steps: int = 10_000, blocks: int = 32) -> Path:
     """A run of 10,000 steps and 224 layers with plans, estimates, bitwidths and numerics, as the trainer writes them."""
     names = [f"model.layers.{i}.{kind}" for i in range(blocks) for kind in KINDS]
-    made = options("fp8,fp4")
+    made = options("fp8-block,fp4-block")
     entries = list(lines(steps))
 
     def number(*key):

@@ -233,6 +233,7 @@ MISTAKES = [
         "[precision]\nweights = 'fp8'\nmode = 'bf16-sr'\nrecipe = 'fp8-current'\noutput = 'fp8-current'",
         "precision.output is set",
     ),
+    ("[precision]\nlogits = 'chunked'\noutput = 'fp8-current'", "precision.output='fp8-current' casts it: drop one"),
     ("[precision]\ngradients = 'fp8'", "no precision.gradients='fp8'.*choose from fp32, bf16, bf16-sr"),
     ("[loss_scaling]\ninit_scale = 1e9", "loss_scaling.init_scale is a number above 0 and at most loss_scaling.max_scale"),
     ("[loss_scaling]\nbackoff_factor = 2", "loss_scaling.backoff_factor is a number above 0 and below 1"),
@@ -440,9 +441,9 @@ def test_schedules():
 
 
 IMPOSSIBLE = {
-    "snip.pinned=['*.nothing=fp8']": "matches no layer",
-    "snip.pinned=['*=fp8']": "the largest feasible one is 0",
-    "snip.options='bf16,fp8' snip.target=0.9 snip.pinned=['*.down_proj=bf16']": "the largest feasible one is",
+    "snip.pinned=['*.nothing=fp8-block']": "matches no layer",
+    "snip.pinned=['*=fp8-block']": "the largest feasible one is 0",
+    "snip.options='bf16,fp8-block' snip.target=0.9 snip.pinned=['*.down_proj=bf16']": "the largest feasible one is",
 }
 
 

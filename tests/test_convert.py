@@ -27,7 +27,9 @@ FP4 = LayerPrecision.of("e2m1 tile(128)", "e2m1 block(128)", "e2m1 tile(128)")
 FITTING = [
     name
     for name in RECIPES
-    if all(cast is None or cast.turn.size <= 32 for operand in OPERANDS for cast in recipe(name).default.casts_of(operand))
+    if all(
+        cast is None or cast.transforming.size <= 32 for operand in OPERANDS for cast in recipe(name).default.casts_of(operand)
+    )
 ]
 """The recipes whose transforms are not wider than the layers below."""
 

@@ -13,7 +13,7 @@ from dither import Cast, Stream, convert, recipe, step_context
 from dither.nn import Linear
 from dither.numerics.counts import LEAVE_FP4, gradient_margin
 from dither.ops.reference import transforms
-from dither.spec import Hadamard, LayerPrecision
+from dither.spec import LayerPrecision, Transform
 from dither.spec.recipes import RECIPES
 
 NAMES = [name for name, each in RECIPES.items() if each.paper or name == "fp4-forward"]
@@ -28,10 +28,10 @@ def cast(x: Tensor, text: str, axis: int, purpose: str) -> Tensor:
     return dither.fake_quantize(x, text, axis=axis, stream=Stream(SEED, purpose, "layer"), step=STEP)
 
 
-def turned(x: Tensor, size: int, axis: int, signs: str) -> Tensor:
+def transformed(x: Tensor, size: int, axis: int, signs: str) -> Tensor:
     """Transform blocks along `axis` in float32; tests/test_transforms.py compares it with a matrix."""
     place = torch.tensor([STEP, 0, Stream(SEED, "signs", "layer").key])
-    return transforms.transform(x, Hadamard(size, signs), axis, place)
+    return transforms.transform(x, Transform(size, signs), axis, place)
 
 
 SR = "nvfp4 stochastic(16)"
@@ -43,7 +43,7 @@ def nvidia(x: Tensor, w: Tensor, dy: Tensor, block: str = "nvfp4") -> tuple[Tens
     weight, tile = cast(w, f"e2m1 block(16) {block}", 1, ""), f"e2m1 tile(16) {block}"
     y = cast(x, tile, 1, "") @ weight.T
     dx = cast(dy, SR, 1, "grad") @ cast(w, f"e2m1 block(16) {block}", 0, "")
-    dy_t, x_t = turned(dy, 16, 0, "fixed"), turned(x, 16, 0, "fixed")
+    dy_t, x_t = transformed(dy, 16, 0, "fixed"), transformed(x, 16, 0, "fixed")
     return y, dx, cast(dy_t, SR, 0, "grad").T @ cast(x_t, tile, 0, "")
 
 
@@ -56,8 +56,8 @@ def all_the_way(x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 def rht(x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """arXiv 2502.20586: forward as it is; 64-wide transforms with drawn signs and stochastic MXFP4 in backward."""
-    dx = cast(turned(dy, 64, 1, "redrawn"), MX, 1, "grad") @ cast(turned(w, 64, 0, "redrawn"), MX, 0, "weight")
-    dw = cast(turned(dy, 64, 0, "redrawn"), MX, 0, "grad").T @ cast(turned(x, 64, 0, "redrawn"), MX, 0, "input")
+    dx = cast(transformed(dy, 64, 1, "redrawn"), MX, 1, "grad") @ cast(transformed(w, 64, 0, "redrawn"), MX, 0, "weight")
+    dw = cast(transformed(dy, 64, 0, "redrawn"), MX, 0, "grad").T @ cast(transformed(x, 64, 0, "redrawn"), MX, 0, "input")
     return x @ w.T, dx, dw
 
 
@@ -71,9 +71,9 @@ def forward_only(x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tens
 def tetrajet2(x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """arXiv 2510.27527: NVFP4 forward, and its codes cast again in backward, stochastically after 32-wide transforms."""
     x, w = cast(x, "nvfp4", 1, ""), cast(w, "nvfp4", 1, "")
-    turn = functools.partial(turned, size=32, signs="redrawn")
-    dx = cast(turn(dy, axis=1), SR, 1, "grad") @ cast(turn(w, axis=0), SR, 0, "weight")
-    return x @ w.T, dx, cast(turn(dy, axis=0), SR, 0, "grad").T @ cast(turn(x, axis=0), SR, 0, "input")
+    redrawn = functools.partial(transformed, size=32, signs="redrawn")
+    dx = cast(redrawn(dy, axis=1), SR, 1, "grad") @ cast(redrawn(w, axis=0), SR, 0, "weight")
+    return x @ w.T, dx, cast(redrawn(dy, axis=0), SR, 0, "grad").T @ cast(redrawn(x, axis=0), SR, 0, "input")
 
 
 def quest(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,12 +90,12 @@ def quest(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def quartet(x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """arXiv 2505.14669, algorithm 1: both gradients from the codes of transformed operands, masked, and transformed back."""
-    (x, x_mask), (w, w_mask) = (quest(turned(part, 32, 1, "plain")) for part in (x, w))
-    turn = functools.partial(turned, size=32, signs="redrawn")
-    dx = cast(turn(dy, axis=1), MX, 1, "grad") @ cast(turn(w, axis=0), MX, 0, "weight")
-    dw = cast(turn(dy, axis=0), MX, 0, "grad").T @ cast(turn(x, axis=0), MX, 0, "input")
+    (x, x_mask), (w, w_mask) = (quest(transformed(part, 32, 1, "plain")) for part in (x, w))
+    redrawn = functools.partial(transformed, size=32, signs="redrawn")
+    dx = cast(redrawn(dy, axis=1), MX, 1, "grad") @ cast(redrawn(w, axis=0), MX, 0, "weight")
+    dw = cast(redrawn(dy, axis=0), MX, 0, "grad").T @ cast(redrawn(x, axis=0), MX, 0, "input")
     assert 0 < (~x_mask).sum() < 0.2 * x.numel()
-    return x @ w.T, turned(dx * x_mask, 32, 1, "plain"), turned(dw * w_mask, 32, 1, "plain")
+    return x @ w.T, transformed(dx * x_mask, 32, 1, "plain"), transformed(dw * w_mask, 32, 1, "plain")
 
 
 def eden(x: Tensor, axis: int, purpose: str) -> Tensor:
@@ -120,9 +120,9 @@ def eden(x: Tensor, axis: int, purpose: str) -> Tensor:
 def quartet2(x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """arXiv 2601.22813: four over six forward, MS-EDEN of its codes after 128-wide transforms with drawn signs backward."""
     x, w = (cast(part, "e2m1 tile(16) four_over_six", 1, "") for part in (x, w))
-    turn = functools.partial(turned, size=128, signs="redrawn")
-    dx = eden(turn(dy, axis=1), 1, "grad") @ eden(turn(w, axis=0), 0, "weight")
-    return x @ w.T, dx, eden(turn(dy, axis=0), 0, "grad").T @ eden(turn(x, axis=0), 0, "input")
+    redrawn = functools.partial(transformed, size=128, signs="redrawn")
+    dx = eden(redrawn(dy, axis=1), 1, "grad") @ eden(redrawn(w, axis=0), 0, "weight")
+    return x @ w.T, dx, eden(redrawn(dy, axis=0), 0, "grad").T @ eden(redrawn(x, axis=0), 0, "input")
 
 
 DEFINITIONS = {

@@ -69,7 +69,14 @@ def straight(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 TINY = ("data.sequence=4", "data.batch=2", "run.eval_sequences=2")
 
-SNIP = ("snip.target=0.2", "snip.start=1", "snip.delay=1", "snip.every=99", "snip.probe=direct", "snip.options='bf16,fp4'")
+SNIP = (
+    "snip.target=0.2",
+    "snip.start=1",
+    "snip.delay=1",
+    "snip.every=99",
+    "snip.probe=direct",
+    "snip.options='bf16,fp4-block'",
+)
 
 KINDS = {
     "fp32": ["data.micro_batch=2"],
@@ -802,7 +809,7 @@ def test_tokenizing_stops_between_two_batches(text, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-SNIP_EARLY = ("snip.target=0.2", "snip.start=2", "snip.delay=1", "snip.options='bf16,fp4'")
+SNIP_EARLY = ("snip.target=0.2", "snip.start=2", "snip.delay=1", "snip.options='bf16,fp4-block'")
 """Two options of which one casts nothing: casts take long on a CPU."""
 
 PHASES = {

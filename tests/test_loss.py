@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dither
-from dither.models.causal import cross_entropy
+from dither.models.causal import cross_entropy, output_loss
 from dither.ops.reference import loss as reference
 from dither.ops.reference.loss import IGNORE
 
@@ -280,3 +280,53 @@ def test_compiled_bits_are_eager_bits_in_one_graph(backend, device):
 def test_errors(logits, targets, message):
     with pytest.raises(dither.UserError, match=message):
         cross_entropy(logits, targets)
+
+
+# In parts of the rows --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_loss_in_parts_is_the_loss(dtype):
+    """That of torch, with ignored targets, a part that is shorter, a part without targets, and a gradient that is not 1."""
+    generator = torch.Generator().manual_seed(4)
+    hidden = torch.randn(3, 7, 16, generator=generator, dtype=dtype)
+    targets = torch.randint(0, 40, (3, 7), generator=generator)
+    targets.view(-1)[torch.tensor([0, 8, 9, 10, 11, 12, 13, 14, 15, 20])] = -100
+    results = []
+    for rows in (0, 8, 21, None):
+        layer = torch.nn.Linear(16, 40, bias=False, dtype=dtype)
+        with torch.no_grad():
+            layer.weight.copy_(torch.randn(40, 16, generator=torch.Generator().manual_seed(5), dtype=dtype))
+        x = hidden.clone().requires_grad_()
+        if rows is None:
+            loss = torch.nn.functional.cross_entropy(layer(x).flatten(0, 1), targets.flatten())
+        else:
+            loss = output_loss(layer, x, targets, rows=rows)
+        (3 * loss).backward()
+        results.append([loss.detach().double(), x.grad, layer.weight.grad])
+    for found in results[:3]:
+        for a, b in zip(found, results[3], strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
+    assert torch.equal(results[0][0], results[1][0])  # rows do not depend on each other
+    with torch.no_grad():
+        assert torch.equal(output_loss(layer, hidden, targets, rows=5).double(), results[0][0])
+
+
+def test_a_loss_in_parts_under_autocast_has_the_gradients_of_the_weights_dtype():
+    layer, x = torch.nn.Linear(16, 40, bias=False), torch.randn(9, 16, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        output_loss(layer, x, torch.arange(9), rows=4).backward()
+    assert (layer.weight.grad.dtype, x.grad.dtype) == (torch.float32, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("make", "rows", "words"),
+    [
+        (lambda: torch.nn.Linear(16, 8), 4, "a linear layer without bias, casts, shards and hooks"),
+        (lambda: dither.Linear(16, 8, bias=False, precision=dither.recipe("fp8-block").default), 4, "without bias, casts"),
+        (lambda: torch.nn.Linear(16, 8, bias=False), -1, "rows is a number of rows from 1 on, or 0 for all, not -1"),
+    ],
+)
+def test_layers_that_a_loss_in_parts_does_not_take(make, rows, words):
+    with pytest.raises(dither.UserError, match=words):
+        output_loss(make(), torch.zeros(4, 16), torch.zeros(4, dtype=torch.int64), rows=rows)

@@ -141,10 +141,10 @@ def test_axes_of_four_dimensions(text: str, axis: int, device: str) -> None:
     assert pairs.check_quantize(x.permute(2, 3, 0, 1), Cast.parse(text), axis) == 0
 
 
-TURNS = ["hadamard(16)", "hadamard(32,plain)", "hadamard(64,redrawn)", "hadamard(128)"]
+TRANSFORMS = ["hadamard(16)", "hadamard(32,plain)", "hadamard(64,redrawn)", "hadamard(128)"]
 
 
-@pytest.mark.parametrize("text", TURNS)
+@pytest.mark.parametrize("text", TRANSFORMS)
 def test_transforms(text: str, device: str) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         x = pairs.hard_values(37, 150, dtype, 10, device)

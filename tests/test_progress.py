@@ -218,7 +218,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 COMMANDS = {
     "eval RUN --sequences 4 --cast e4m3 --json": ["Reading RUN", "Evaluating as trained (1 of 2)", "weights in e4m3 (2 of 2)"],
-    "plan RUN --options bf16,fp8 --probe direct": ["Reading RUN", "Estimating with the probe direct"],
+    "plan RUN --options bf16,fp8-block --probe direct": ["Reading RUN", "Estimating with the probe direct"],
     "export RUN -o OUT --json": ["Writing weights", "Evaluating on held-out text"],
     "inspect RUN --json": ["Reading RUN", "Casting weights"],
     "bisect --b o1 --steps 2 --json --set data.sources=['TEXT'] run.device=cpu": [

@@ -313,3 +313,22 @@ def test_caches_and_vocabularies_of_other_teachers_are_refused(base, tmp_path):
         teaching.Teacher(settings, model, device)
     with pytest.raises(UserError, match=r"has a vocabulary of \d+ tokens, and the model has 300"):
         teaching.Teacher(replace(settings, cache=None), build("tiny", vocab_size=300), device)
+
+
+@pytest.mark.parametrize(("format", "plain"), [("mxfp4", "pow2"), ("nvfp4", "nvfp4_fixed(0.00048828125)")])
+def test_searched_scales_have_no_larger_error_and_are_exported(format, plain, tmp_path):
+    model = uneven(build("tiny"))
+    dither.convert(model, dither.qat(model, format, scales="search"))
+    layer = model.get_submodule("model.layers.0.mlp.up_proj")
+    cast, weight = layer.precision.weight, layer.weight.detach()
+    assert "mse" in cast.scale
+    errors = [
+        float((dither.fake_quantize(weight, each) - weight).square().sum()) for each in (cast, replace(cast, scale=plain))
+    ]
+    assert errors[0] < errors[1]
+    dither.export(model, tmp_path / "out", format="auto")
+    files = load_file(tmp_path / "out" / "model.safetensors")
+    values = files.get("model.layers.0.mlp.up_proj.weight_packed", files.get("model.layers.0.mlp.up_proj.weight"))
+    assert torch.equal(dither.quantize(weight, cast).values.view(torch.uint8), values.view(torch.uint8))
+    with pytest.raises(UserError, match=r"scales='search' is for .*mxfp4.*, not for 'int4-g32'"):
+        dither.qat(build("tiny"), "int4-g32", scales="search")

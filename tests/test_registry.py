@@ -13,7 +13,20 @@ import runs
 import torch
 
 import dither
-from dither import Cast, Format, NamedCast, Plan, Recipe, RoundingRule, ScaleRule, Stream, Transform, UserError, checkpoint, cli
+from dither import (
+    Cast,
+    Format,
+    NamedCast,
+    Plan,
+    Recipe,
+    RoundingRule,
+    ScaleRule,
+    Stream,
+    TransformRule,
+    UserError,
+    checkpoint,
+    cli,
+)
 from dither.ops.backend import implementation
 from dither.ops.reference.rounding import round_values
 from dither.snip.options import options
@@ -134,7 +147,7 @@ def dct(size):
 
 @pytest.mark.parametrize("signs", ["plain", "fixed", "redrawn"])
 def test_a_registered_transform_is_undone_after_the_cast(signs):
-    dither.register(Transform("dct", dct))
+    dither.register(TransformRule("dct", dct))
     x, stream = torch.randn(12, 40, generator=torch.Generator().manual_seed(3)), Stream(0, "test", "x")
     for axis in (0, 1):
         codes = dither.quantize(x, f"fp32 dct(16,{signs})", axis=axis, stream=stream)
@@ -169,8 +182,8 @@ def test_a_registered_transform_is_undone_after_the_cast(signs):
         (lambda: RoundingRule("tile", up, random=True), r"The rounding 'tile' has the name of a granularity"),
         (lambda: ScaleRule("fp32", half), r"There are two scale rules 'fp32', of Dither and of"),
         (lambda: RoundingRule("x", lambda fraction, odd, random: fraction), r"The rounding 'x' returns a bool per number"),
-        (lambda: Transform("x", lambda size: torch.ones(size, size)), r"The matrix of the transform 'x' is not orthogonal"),
-        (lambda: Transform("x", lambda size: 1), r"The transform 'x' returns a float32 matrix \[16, 16\], not 1"),
+        (lambda: TransformRule("x", lambda size: torch.ones(size, size)), r"The matrix of the transform 'x' is not orthogonal"),
+        (lambda: TransformRule("x", lambda size: 1), r"The transform 'x' returns a float32 matrix \[16, 16\], not 1"),
         (lambda: Recipe.of("fp8", "mxfp8", "mxfp8", "mxfp8"), r"The name 'fp8' already means a recipe"),
         (lambda: NamedCast("x", "e2m1", "tile(32)"), r"A cast is either unscaled"),
         (lambda: Format.from_values("Two words", [0, 1]), r"A format has a name of lowercase letters"),
@@ -313,13 +326,13 @@ def test_a_file_is_stored_in_the_run_and_a_resume_needs_it(tmp_path, capsys, mon
 
 def test_any_cast_is_a_level_of_snip(capsys):
     dither.register(Recipe.of("levels", "nf4 tile(64)", "nf4 tile(64)", "e4m3 tile(128)"))
-    names = [option.name for option in options("fp8,nf4 tile(64)")]
+    names = [option.name for option in options("fp8-block,nf4 tile(64)")]
     assert (len(names), names[-1]) == (8, "nf4 tile(64)/nf4 tile(64)/nf4 tile(64)")
-    assert len(options("fp8,levels")) == 4  # both cast gradients alike
+    assert len(options("fp8-block,levels")) == 4  # both cast gradients alike
     with pytest.raises(UserError, match=r"There is no level 'nf5': choose from .* or write a cast such as"):
-        options("fp8,nf5")
+        options("fp8-block,nf5")
     assert cli.main(["plan", "options", "--json"]) == 0
-    assert {"fp8", "mxfp4", "levels"} <= {each["level"] for each in json.loads(capsys.readouterr().out)}
+    assert {"fp8-block", "mxfp4", "levels"} <= {each["level"] for each in json.loads(capsys.readouterr().out)}
 
 
 @pytest.mark.parametrize("name", ["e2m1", "e4m3", "e3m2", "e2m3"])
@@ -340,9 +353,9 @@ def test_formats_compares_casts(capsys, tmp_path):
     assert cli.main(["formats", "--cast", *casts, "--on", str(tmp_path / "some.safetensors"), "--tensor", "b", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["shape"] == [64, 96]
-    *plain, turned = found["casts"]
-    assert turned["product"] < 0.3
-    assert turned["product_hadamard"] is None
+    *plain, transformed = found["casts"]
+    assert transformed["product"] < 0.3
+    assert transformed["product_hadamard"] is None
     for each, bits in zip(plain, (4.25, 5.0, 5.0, 8 + 32 / 96), strict=True):
         cast = Cast.parse(each["cast"])
         stored = dither.fake_quantize(x, cast, stream=Stream(0, "formats", each["cast"])).double()

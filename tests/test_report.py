@@ -366,7 +366,7 @@ def test_labels_name_all_that_makes_a_precision(tmp_path):
     assert precision_of({"precision": base | {"output": "fp8-current"}}) == "fp32, fp8-block, fp8-current output"
     for noise, name in (("rounded_normal", "GaussWS"), ("uniform", "DiffQ")):
         assert precision_of({"precision": {"mode": "o1", "sampling": {"noise": noise, "parts": "all"}}}) == f"o1, {name} on all"
-    assert precision_of({"precision": base, "snip": {"options": "fp8,fp4"}}) == "fp32, fp8-block"
+    assert precision_of({"precision": base, "snip": {"options": "fp8-block,fp4-block"}}) == "fp32, fp8-block"
 
 
 def test_a_comparison_beside_the_runs_names_their_arms(tmp_path, capsys):
@@ -731,7 +731,7 @@ def test_reasons_have_every_layer_once_and_its_option(report_run, section):
     assert set(rows) == set(last["scores"]["layers"])
     for name, at in zip(last["scores"]["layers"], last["choice"]["chosen"], strict=True):
         assert rows[name][1] == last["scores"]["options"][at]
-    wide = [row for row in rows.values() if row[1] == "fp8/fp8/fp8"]
+    wide = [row for row in rows.values() if row[1] == "fp8-block/fp8-block/fp8-block"]
     assert all("kept wide" in row[5] for row in wide)
 
 

@@ -25,7 +25,7 @@ from dither.train.plans import measured_plan
 from dither.train.ranks import Ranks, joined
 from dither.train.trainer import Trainer, _for_estimates
 
-LEVELS = "bf16,fp4"  # what is cast takes long on a CPU: most layers stay as they are
+LEVELS = "bf16,fp4-block"  # what is cast takes long on a CPU: most layers stay as they are
 BOTH = options(LEVELS)
 STEPS = 10
 SNIP = ["snip.target=0.2", "snip.start=3", "snip.every=4", "snip.delay=2", "snip.probe=direct", f"snip.options='{LEVELS}'"]
@@ -127,7 +127,7 @@ def test_an_estimate_that_fails_does_not_stop_a_run(text, tmp_path, monkeypatch)
     ("given", "message"),
     [
         ("snip.target=half", "snip.target is"),
-        ("snip.options='fp8,fp5'", "In snip.options: There is no level 'fp5'"),
+        ("snip.options='fp8-block,fp5'", "In snip.options: There is no level 'fp5'"),
         ("snip.probe=guess", "snip.probe is one of auto, measure, joint, last, direct"),
         ("snip.tokens=0", "snip.tokens is"),
         ('snip.pinned=["down"]', "A pinned layer is written pattern=option"),
@@ -230,7 +230,7 @@ def test_frontier(run, capsys):
     ("arguments", "message"),
     [
         (["nowhere"], "'nowhere' is neither a run"),
-        (["RUN", "--options", "fp8,fp5"], "There is no level 'fp5'"),
+        (["RUN", "--options", "fp8-block,fp5"], "There is no level 'fp5'"),
         (["RUN", "--stages", "6", "6", "6", "4", "--probe", "direct"], "The stages 6,6,6,4 hold 22 blocks"),
         (["RUN", "--stages", "six"], "Error parsing --stages: Could not find valid parse for arguments: ['six']"),
         (["RUN", "--pinned", "down"], "A pinned layer is written pattern=option"),

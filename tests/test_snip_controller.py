@@ -26,7 +26,7 @@ from dither.snip import (
 )
 from dither.snip.planning import choice_of
 
-BOTH = options("fp8,fp4")
+BOTH = options("fp8-block,fp4-block")
 NAMES = tuple(f"{block}.{part}" for block in range(4) for part in (0, 2))
 SIZES = dict.fromkeys(NAMES, (16, 16))
 
@@ -228,7 +228,7 @@ def test_measured_times_are_saved_with_the_estimates_that_wait_for_a_choice():
 def test_statistics_of_other_options_are_dropped():
     first = make()
     train(first, range(5))
-    second = make(options="bf16,fp4")
+    second = make(options="bf16,fp4-block")
     with pytest.warns(UserWarning, match="snip drops the statistics of step 3"):
         second.load_state_dict(first.state_dict())
     assert train(second, range(5, 13)) == {}
@@ -271,7 +271,7 @@ def test_a_state_that_is_none_is_refused_and_changes_nothing(spoil):
         ({"target": 1.5}, "snip.target is a number of at least 0 and at most 1, not 1.5"),
         ({"target": math.nan}, "snip.target is a finite number, not nan"),
         ({"target": None}, "snip.target is not set"),
-        ({"options": "fp8,fp5"}, "There is no level 'fp5'"),
+        ({"options": "fp8-block,fp5"}, "There is no level 'fp5'"),
         ({"options": "fp8"}, "nothing to choose between"),
         ({"every": 0}, "snip.every is an integer of at least 1, not 0"),
         ({"start": 0}, "snip.start is"),
@@ -345,9 +345,9 @@ def test_a_bug_in_an_estimate_is_not_swallowed():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"target": 1.0, "pinned": ("0.*=fp8",)}, r"No choice reaches a target of 1: the largest feasible one is 0\.75"),
+        ({"target": 1.0, "pinned": ("0.*=fp8-block",)}, r"No choice reaches a target of 1: the largest feasible one is 0\.75"),
         ({"stages": (6, 6, 6, 4)}, "The stages 6,6,6,4 hold 22 blocks, and the model has 4"),
-        ({"pinned": ("9.*=fp8",)}, "matches no layer"),
+        ({"pinned": ("9.*=fp8-block",)}, "matches no layer"),
     ],
 )
 def test_a_goal_that_cannot_be_reached_is_refused(given, message):

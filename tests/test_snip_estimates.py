@@ -39,7 +39,6 @@ from dither.snip import (
 from dither.snip import divergence as d
 from dither.snip.dry_run import DryRun, SampledRows
 from dither.snip.effort import PASS, choose_effort
-from dither.snip.options import LEVELS as CAST_LEVELS
 from dither.snip.options import casts_of
 from dither.snip.planning import choice_of, picture, stage_sizes
 from dither.snip.probes import normal
@@ -47,12 +46,13 @@ from dither.snip.savings import SPEEDS, costs
 from dither.snip.update_rules import MuonRule
 from dither.spec.recipes import RECIPES
 
-FP4 = options("fp8,fp4")[-1]
+FP4 = options("fp8-block,fp4-block")[-1]
 UNCAST_OR_FP4 = [
     Option(
-        "/".join(levels), *(cast if level == "fp4" else None for level, cast in zip(levels, FP4.casts.values(), strict=True))
+        "/".join(levels),
+        *(cast if level == "fp4-block" else None for level, cast in zip(levels, FP4.casts.values(), strict=True)),
     )
-    for levels in product(("bf16", "fp4"), repeat=3)
+    for levels in product(("bf16", "fp4-block"), repeat=3)
 ]
 """Also those that no GPU multiplies, as the CPU does."""
 
@@ -117,7 +117,7 @@ def test_a_probe_leaves_everything_as_it_was(probe, plan):
     with dither.step_context(model, step=3):
         model(*batches()[0]).backward()  # gradients that wait for their step
     before = everything(model, optimizer)
-    score(model, batches(), optimizer, "fp8,fp4", probe=probe, stream=STREAM)
+    score(model, batches(), optimizer, "fp8-block,fp4-block", probe=probe, stream=STREAM)
     after = everything(model, optimizer)
     assert before.keys() == after.keys()
     assert [key for key in before if not same(before[key], after[key])] == []
@@ -126,10 +126,10 @@ def test_a_probe_leaves_everything_as_it_was(probe, plan):
 def test_coarser_products_of_a_training_are_not_those_of_a_probe():
     """Programs that train often ask for TF32. What a probe multiplies in float32 is not made coarser, and they get it back."""
     model, optimizer = trained("fp8-block")
-    exact = score(model, batches(), optimizer, "fp8,fp4", stream=STREAM)
+    exact = score(model, batches(), optimizer, "fp8-block,fp4-block", stream=STREAM)
     try:
         torch.set_float32_matmul_precision("high")
-        found = score(model, batches(), optimizer, "fp8,fp4", stream=STREAM)
+        found = score(model, batches(), optimizer, "fp8-block,fp4-block", stream=STREAM)
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision("highest")
@@ -148,7 +148,7 @@ def test_what_fails_halfway_leaves_everything_as_it_was():
         return model(*batch)
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        score(model, batches(), optimizer, "fp8,fp4", stream=STREAM, forward=forward)
+        score(model, batches(), optimizer, "fp8-block,fp4-block", stream=STREAM, forward=forward)
     after = everything(model, optimizer)
     assert [key for key in before if not same(before[key], after[key])] == []
     assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in (model.up, model.down, model.out))
@@ -225,7 +225,7 @@ def test_the_curvature_of_a_quadratic_loss_is_exact():
 @pytest.mark.parametrize("probe", PROBES)
 def test_scores_of_every_probe(probe):
     model, optimizer = trained()
-    found = score(model, batches(2), optimizer, "bf16,fp8,fp4", probe=probe, stream=STREAM)
+    found = score(model, batches(2), optimizer, "bf16,fp8-block,fp4-block", probe=probe, stream=STREAM)
     layers = 3
     assert (found.layers, len(found.options)) == (("up", "down", "out"), 9)
     assert (found.step, found.probe, found.statistics.layers[0].M) == (3, probe, 64)
@@ -233,9 +233,9 @@ def test_scores_of_every_probe(probe):
         for row in table:
             cost = dict(zip(found.options, row, strict=True))
             assert cost["bf16/bf16/bf16"] == 0.0
-            assert 0 <= cost["fp8/fp8/fp8"] < cost["fp4/fp4/fp4"] < math.inf
+            assert 0 <= cost["fp8-block/fp8-block/fp8-block"] < cost["fp4-block/fp4-block/fp4-block"] < math.inf
     assert found.passes == 2 * {"direct": 1, "last": 3, "joint": 3, "measure": 1 + 3 * layers}[probe]
-    again = score(model, batches(2), optimizer, "bf16,fp8,fp4", probe=probe, stream=STREAM)
+    again = score(model, batches(2), optimizer, "bf16,fp8-block,fp4-block", probe=probe, stream=STREAM)
     assert (again.loss, again.weights) == (found.loss, found.weights)
 
 
@@ -269,7 +269,7 @@ def scored(probes: list[str]) -> list[str]:
     whole = nn.parallel.DistributedDataParallel(model)
     group = dist.group.WORLD
     mine, how = [batches(2)[dist.get_rank()]], {"stream": STREAM, "setup": TrainingSetup(group=group)}
-    return [score(whole, mine, optimizer, "fp8,fp4", probe=probe, **how).to_json() for probe in probes]
+    return [score(whole, mine, optimizer, "fp8-block,fp4-block", probe=probe, **how).to_json() for probe in probes]
 
 
 def test_ranks_get_the_scores_of_one_process_that_sees_all_batches():
@@ -278,7 +278,7 @@ def test_ranks_get_the_scores_of_one_process_that_sees_all_batches():
         found = list(map(Scores.from_json, by_rank))
         assert (found[0].loss, found[0].weights, found[0].statistics) == (found[1].loss, found[1].weights, found[1].statistics)
         model, optimizer = trained()
-        alone = score(model, batches(2), optimizer, "fp8,fp4", probe=probe, stream=STREAM)
+        alone = score(model, batches(2), optimizer, "fp8-block,fp4-block", probe=probe, stream=STREAM)
         for layer, other in zip(found[0].statistics.layers, alone.statistics.layers, strict=True):
             assert layer.M == other.M == 64
             assert layer.norms == pytest.approx(other.norms, rel=1e-4)
@@ -292,27 +292,27 @@ def test_ranks_get_the_scores_of_one_process_that_sees_all_batches():
 def test_bad_input_is_named():
     model, optimizer = trained()
     with pytest.raises(UserError, match=r"no probe 'mesure' .did you mean 'measure'"):
-        score(model, batches(), optimizer, "fp8,fp4", probe="mesure", stream=STREAM)
+        score(model, batches(), optimizer, "fp8-block,fp4-block", probe="mesure", stream=STREAM)
     with pytest.raises(UserError, match="There is no level 'fp5'"):
-        score(model, batches(), optimizer, "fp8,fp5", stream=STREAM)
+        score(model, batches(), optimizer, "fp8-block,fp5", stream=STREAM)
     with pytest.raises(UserError, match="no batches"):
-        score(model, [], optimizer, "fp8,fp4", stream=STREAM)
+        score(model, [], optimizer, "fp8-block,fp4-block", stream=STREAM)
     with pytest.raises(UserError, match="no state of the layer 'up' yet"):
-        score(model, batches(), AdamW(model.named_parameters()), "fp8,fp4", stream=STREAM)
+        score(model, batches(), AdamW(model.named_parameters()), "fp8-block,fp4-block", stream=STREAM)
     with pytest.raises(UserError, match=r"stream=dither\.Stream"):
-        score(model, batches(), optimizer, "fp8,fp4", stream=0)
+        score(model, batches(), optimizer, "fp8-block,fp4-block", stream=0)
     with pytest.raises(UserError, match="not a loss: pass forward="):
-        score(nn.Sequential(model.up), [batches()[0][0]], optimizer, "fp8,fp4", stream=STREAM)
+        score(nn.Sequential(model.up), [batches()[0][0]], optimizer, "fp8-block,fp4-block", stream=STREAM)
     with torch.no_grad():
         model.down.weight[0, 0] = math.nan
     with pytest.raises(UserError, match="loss of step 3 is nan"):
-        score(model, batches(), optimizer, "fp8,fp4", probe="direct", stream=STREAM)
+        score(model, batches(), optimizer, "fp8-block,fp4-block", probe="direct", stream=STREAM)
 
 
 # Divergences -----------------------------------------------------------------------------------------------------------
 
 
-CHOSEN = options("bf16,fp4")
+CHOSEN = options("bf16,fp4-block")
 PLAIN, WORST = CHOSEN[0], CHOSEN[-1]
 NAMES = {operand: str(getattr(WORST, operand)) for operand in ("input", "weight", "grad")}
 
@@ -566,7 +566,7 @@ def test_every_probe_scores_every_optimizer(kind, probe):
     optimizer.zero_grad()
     batch = torch.randn(64, 32)
     how = {"stream": dither.Stream(0, "snip", ""), "forward": forward}
-    scores = score(model, [batch], optimizer, "fp8,fp4", probe=probe, **how)
+    scores = score(model, [batch], optimizer, "fp8-block,fp4-block", probe=probe, **how)
     assert all(math.isfinite(value) and value > 0 for row in scores.weights for value in row)
     assert all(row[0] < row[-1] for row in scores.weights)
     assert scores.step == (0 if kind.startswith(("sgd", "muon")) else 1)
@@ -575,7 +575,7 @@ def test_every_probe_scores_every_optimizer(kind, probe):
 # Estimates within a budget ---------------------------------------------------------------------------------------------
 
 
-LEVELS = options("fp8,fp4")
+LEVELS = options("fp8-block,fp4-block")
 
 
 def small():
@@ -653,7 +653,7 @@ def test_spread_estimates_continue_after_a_resume():
     again = [found for step in range(4, 20) if (found := resumed.before_step(step, [batch]))]
     assert [timeless(found.scores) for found in decided] == [timeless(found.scores) for found in again]
     assert [(found.step, found.plan) for found in decided] == [(found.step, found.plan) for found in again]
-    other = snip_of(model, optimizer, options="bf16,fp8", **SPREAD)
+    other = snip_of(model, optimizer, options="bf16,fp8-block", **SPREAD)
     said = []
     other.on_failure = said.append
     other.load_state_dict(state)
@@ -703,8 +703,8 @@ def test_joint_refuses_weights_that_differ_by_product():
     model, optimizer, x = small()
     how = {"stream": Stream(0, "snip", ""), "forward": loss_of}
     with pytest.raises(UserError, match="use the probe 'measure'"):
-        score(model, [x], optimizer, "fp8,fp4-forward", probe="joint", **how)
-    effort = choose_effort(SnipSettings(every=200), 14, options("fp8,fp4-forward"), step_tokens=8192)
+        score(model, [x], optimizer, "fp8-block,fp4-forward", probe="joint", **how)
+    effort = choose_effort(SnipSettings(every=200), 14, options("fp8-block,fp4-forward"), step_tokens=8192)
     assert effort.probe == "measure"  # the only one that can
 
 
@@ -740,7 +740,7 @@ def test_estimates_that_would_never_end_are_refused():
 
 PARTS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
 SHAPES = {"self_attn.q_proj": (8, 8), "self_attn.o_proj": (8, 8), "mlp.gate_proj": (24, 8), "mlp.down_proj": (8, 24)}
-BOTH = options("fp8,fp4")
+BOTH = options("fp8-block,fp4-block")
 
 
 def layers(blocks=3):
@@ -772,34 +772,36 @@ def test_efficiency_is_the_share_of_flops_in_fp4():
     for layer, row in zip(layers(), rows, strict=True):
         for option, share in zip(BOTH, row, strict=True):
             assert share == pytest.approx(layer.N * layer.K / total * narrow(option) / 3, rel=1e-14), option.name
-    assert chosen(rows, [0] * len(rows)) == 0  # fp8/fp8/fp8
-    assert chosen(rows, [7] * len(rows)) == pytest.approx(1, abs=1e-12)  # fp4/fp4/fp4
-    assert [option.name for option in BOTH][0::7] == ["fp8/fp8/fp8", "fp4/fp4/fp4"]
+    assert chosen(rows, [0] * len(rows)) == 0  # fp8-block/fp8-block/fp8-block
+    assert chosen(rows, [7] * len(rows)) == pytest.approx(1, abs=1e-12)  # fp4-block/fp4-block/fp4-block
+    assert [option.name for option in BOTH][0::7] == ["fp8-block/fp8-block/fp8-block", "fp4-block/fp4-block/fp4-block"]
 
 
 def test_efficiency_of_three_formats_is_the_share_of_what_could_be_saved():
-    three = options("bf16,fp8,fp4")
+    three = options("bf16,fp8-block,fp4-block")
     by_name = {option.name: share for option, share in zip(three, efficiency(layers()[:1], three)[0], strict=True)}
     # BF16 costs 1, FP8 1/2 and FP4 1/4 a product: of 3/4 that can be saved FP8 saves 1/2.
     assert by_name["bf16/bf16/bf16"] == 0
-    assert by_name["fp8/fp8/fp8"] == pytest.approx(2 / 3)
-    assert by_name["fp4/fp4/fp4"] == pytest.approx(1)
-    assert by_name["fp4/fp8/fp4"] == pytest.approx((2 / 3 + 2 / 3 + 1) / 3)  # only the weight gradient has two FP4 operands
-    assert "fp4/bf16/fp4" not in by_name  # no units multiply bf16 by groups with float32 scales
+    assert by_name["fp8-block/fp8-block/fp8-block"] == pytest.approx(2 / 3)
+    assert by_name["fp4-block/fp4-block/fp4-block"] == pytest.approx(1)
+    assert by_name["fp4-block/fp8-block/fp4-block"] == pytest.approx(
+        (2 / 3 + 2 / 3 + 1) / 3
+    )  # only the weight gradient has two FP4 operands
+    assert "fp4-block/bf16/fp4-block" not in by_name  # no units multiply bf16 by groups with float32 scales
     mx = options("bf16,mxfp4")
     by_name = {option.name: share for option, share in zip(mx, efficiency(layers()[:1], mx)[0], strict=True)}
     assert by_name["mxfp4/bf16/mxfp4"] == pytest.approx(1 / 3)
 
 
 def test_a_list_without_the_narrowest_combination_keeps_the_meaning_of_a_share():
-    some = [option for option in BOTH if option.name in ("fp8/fp8/fp8", "fp4/fp8/fp4")]
+    some = [option for option in BOTH if option.name in ("fp8-block/fp8-block/fp8-block", "fp4-block/fp8-block/fp4-block")]
     assert efficiency(layers()[:1], some)[0] == [0, pytest.approx(1 / 3)]
     with pytest.raises(UserError, match="no layer to choose"):
         efficiency([], some)
 
 
 def test_fp6_is_as_fast_as_fp8_unless_speeds_say_otherwise():
-    given = options("fp8,fp6")
+    given = options("fp8-block,fp6-block")
     with pytest.raises(UserError, match="all cost the same in FLOPs"):
         efficiency(layers(), given)
     assert efficiency(layers()[:1], given, speeds={**SPEEDS, 6: 3.0})[0][7] == pytest.approx(1)
@@ -822,7 +824,7 @@ def test_times_are_taken_as_they_are():
     assert chosen(rows, [0, 0, 7, 7]) == pytest.approx(1)
     assert costs(layers(1), BOTH, times)[2][7] == 0.25
     with pytest.raises(UserError, match=r"do not include the layer 'model.layers.0.self_attn.q_proj' in bf16/bf16/bf16"):
-        efficiency(layers(1), options("bf16,fp8"), times)
+        efficiency(layers(1), options("bf16,fp8-block"), times)
 
 
 @pytest.mark.parametrize(
@@ -901,12 +903,16 @@ def test_stages_follow_names():
 
 
 def test_pinned_layers_keep_what_they_are_given():
-    goal = Goal(target=0.5, pinned=("*.0.mlp.gate_proj=fp4/fp8/fp4", "*.gate_proj=fp8"))
+    goal = Goal(target=0.5, pinned=("*.0.mlp.gate_proj=fp4-block/fp8-block/fp4-block", "*.gate_proj=fp8-block"))
     found = choose(harm_of(), layers(), BOTH, goal).choice
     names = [BOTH[option].name for option in found]
-    assert [names[place] for place in (2, 6, 10)] == ["fp4/fp8/fp4", "fp8/fp8/fp8", "fp8/fp8/fp8"]
+    assert [names[place] for place in (2, 6, 10)] == [
+        "fp4-block/fp8-block/fp4-block",
+        "fp8-block/fp8-block/fp8-block",
+        "fp8-block/fp8-block/fp8-block",
+    ]
     with pytest.raises(UserError, match="largest feasible one is"):
-        choose(harm_of(), layers(), BOTH, Goal(target=1, pinned=("*.gate_proj=fp8",)))
+        choose(harm_of(), layers(), BOTH, Goal(target=1, pinned=("*.gate_proj=fp8-block",)))
 
 
 @pytest.mark.parametrize(
@@ -916,8 +922,8 @@ def test_pinned_layers_keep_what_they_are_given():
         ({"target": None}, "A goal needs a target"),
         ({"cost": "time"}, "Times have to be measured first"),
         ({"balance": "even"}, "snip.balance is one of slowest, share"),
-        ({"pinned": ("*.gate=fp8",)}, "The pinned '.*' matches no layer"),
-        ({"pinned": ("*=fp16",)}, r"pinned to 'fp16'.*: options are fp8/fp8/fp8"),
+        ({"pinned": ("*.gate=fp8-block",)}, "The pinned '.*' matches no layer"),
+        ({"pinned": ("*=fp16",)}, r"pinned to 'fp16'.*: options are fp8-block/fp8-block/fp8-block"),
     ],
 )
 def test_bad_goals(goal, message):
@@ -929,7 +935,9 @@ def test_bad_goals(goal, message):
 def test_estimates_that_are_not_finite_name_their_layer():
     harm = harm_of()
     harm[6][3] = math.nan
-    with pytest.raises(UserError, match=r"layer 'model.layers.1.mlp.gate_proj' with option 'fp8/fp4/fp4' is nan"):
+    with pytest.raises(
+        UserError, match=r"layer 'model.layers.1.mlp.gate_proj' with option 'fp8-block/fp4-block/fp4-block' is nan"
+    ):
         choose(harm, layers(), BOTH, Goal())
 
 
@@ -965,7 +973,7 @@ def test_a_plan_has_a_rule_for_each_layer_and_keeps_the_rest_of_its_base():
     }
     assert Plan.from_json(found.to_json()) == found
     assert choice_of(names, BOTH, found) == solution.choice
-    assert choice_of(names, options("bf16,fp8"), found) is None
+    assert choice_of(names, options("bf16,fp8-block"), found) is None
     with pytest.raises(UserError, match="leaves the layer 'lm_head' alone"):
         build_plan(["lm_head"], BOTH, Solution((0,), 0.0, 0.0, 0.0, 0.0), base)
 
@@ -999,24 +1007,22 @@ def test_the_picture_of_a_plan():
 
 
 def test_a_level_with_overrides_is_an_option_of_its_own():
-    given = options("fp8,fp4,fp4-forward")
-    assert [option.name for option in given] == [*(option.name for option in options("fp8,fp4")), "fp4-forward"]
+    given = options("fp8-block,fp4-block,fp4-forward")
+    assert [option.name for option in given] == [*(option.name for option in options("fp8-block,fp4-block")), "fp4-forward"]
     assert given[-1].precision == RECIPES["fp4-forward"].plan.default
     assert not given[-1].runs  # in groups of 16 with float32 scales
-    assert [(option.name, option.runs) for option in options("fp8,fp8-block-2d")][1:] == [("fp8-block-2d", True)]
+    assert [(option.name, option.runs) for option in options("fp8-block,fp8-block-2d")][1:] == [("fp8-block-2d", True)]
     by_hand = LayerPrecision.of("e4m3 row", "e4m3 row", "e4m3 row", {"weight_grad": "bf16"})
-    assert options(["fp8", by_hand])[-1].name == "e4m3|bf16/e4m3/e4m3|bf16"
+    assert options(["fp8-block", by_hand])[-1].name == "e4m3|bf16/e4m3/e4m3|bf16"
     assert {cast.format for cast in casts_of(given)["weight"]} == {"e4m3", "e2m1"}
     assert choice_of(["a"], given, Plan(default=RECIPES["fp4-forward"].plan.default)) == (8,)
-    assert choice_of(["a"], options("fp8,fp4-forward"), Plan(default=RECIPES["fp4-fp8grad"].plan.default)) is None
+    assert choice_of(["a"], options("fp8-block,fp4-forward"), Plan(default=RECIPES["fp4-fp8grad"].plan.default)) is None
 
 
 def test_a_product_counts_by_its_own_operands():
     """FP4 forward alone is a third of the FLOPs in FP4; FP4 weights beside BF16 gradients save nothing in that product."""
-    forward = options("fp8,fp4-forward")
-    fp4 = Option(
-        "fp4", *(CAST_LEVELS["fp4"].cast("forward", operand) for operand in ("input", "weight")), CAST_LEVELS["fp4"].grad
-    )
+    forward, four = options("fp8-block,fp4-forward"), RECIPES["fp4-block"].plan.default
+    fp4 = Option("fp4-block", *(four.cast("forward", operand) for operand in ("input", "weight")), four.grad)
     one = layers(1)[:1]
     assert efficiency(one, [*forward, fp4])[0] == pytest.approx([0.0, 1 / 3, 1.0])
     wide = LayerPrecision.of("e2m1 tile(128)", "e2m1 block(128)", "e2m1 tile(128)", {"weight_grad.grad": "bf16"})

@@ -14,8 +14,8 @@ from dither import LayerPrecision, Plan, Stream, UserError
 from dither.optim import AdamMini, AdamW, Role
 from dither.snip import Statistics, collecting, options, update_rules_of
 
-LEVELS = ("fp8", "fp4")
-CHOSEN = options("fp8,fp4")
+LEVELS = ("fp8-block", "fp4-block")
+CHOSEN = options("fp8-block,fp4-block")
 STREAM = Stream(0, "snip", "")
 
 
@@ -79,16 +79,19 @@ def test_options_are_all_combinations():
     assert [option.name for option in CHOSEN] == [f"{a}/{b}/{c}" for a in LEVELS for b in LEVELS for c in LEVELS]
     assert CHOSEN[0].precision == dither.recipe("fp8-block").default
     assert CHOSEN[-1].precision == dither.recipe("fp4-block").default
-    assert [option.name for option in options("bf16,fp8")] == ["bf16/bf16/bf16", "fp8/fp8/fp8"]  # no units multiply mixtures
-    assert options("bf16,fp8")[0].precision == LayerPrecision()
+    assert [option.name for option in options("bf16,fp8-block")] == [
+        "bf16/bf16/bf16",
+        "fp8-block/fp8-block/fp8-block",
+    ]  # no units multiply mixtures
+    assert options("bf16,fp8-block")[0].precision == LayerPrecision()
     assert len(options("bf16,mxfp8")) == 8  # which BF16 units do
-    assert all(option.runs for option in (*CHOSEN, *options("bf16,fp8,fp6,fp4,mxfp4,nvfp4")))
+    assert all(option.runs for option in (*CHOSEN, *options("bf16,fp8-block,fp6-block,fp4-block,mxfp4,nvfp4")))
     e5m2 = LayerPrecision.of(*["e5m2 tile(128)"] * 3)
     assert [option.name for option in options(["fp8-current", e5m2]) if not option.runs] == ["e5m2/e5m2/e5m2"]  # a level stays
     assert options(CHOSEN) == CHOSEN
     # Levels without names are called by their formats, or by all of the cast where those meet.
     mx, fp4 = LayerPrecision.of(*["mxfp4"] * 3), LayerPrecision.of(*["e2m1 tile(128)"] * 3)
-    assert options([mx, "fp8"])[0].name == "e2m1/e2m1/e2m1"
+    assert options([mx, "fp8-block"])[0].name == "e2m1/e2m1/e2m1"
     assert options([mx, fp4])[0].name == "/".join(["e2m1 tile(32) pow2 nearest"] * 3)
 
 
@@ -97,8 +100,8 @@ def test_options_are_all_combinations():
     [
         ("fp8", "nothing to choose between"),
         ("fp8,fp9", "There is no level 'fp9'"),
-        (["fp8", 4], "a LayerPrecision, not 4"),
-        (["fp8", LayerPrecision(sampling=dither.Sampling())], "options only cast"),
+        (["fp8-block", 4], "a LayerPrecision, not 4"),
+        (["fp8-block", LayerPrecision(sampling=dither.Sampling())], "options only cast"),
         ([CHOSEN[0], CHOSEN[0]], "Two options have the same name"),
     ],
 )

@@ -12,7 +12,7 @@ import dither
 from dither import Cast, Stream, UserError
 from dither.nn import Linear, convert, step_context
 from dither.ops.reference import transforms
-from dither.spec import Hadamard, LayerPrecision, MemoryOptions, Plan
+from dither.spec import LayerPrecision, MemoryOptions, Plan, Transform
 
 SIZES = (16, 32, 64, 128)
 PLACE = torch.tensor([3, 0, 77])
@@ -25,29 +25,31 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("signs", ["plain", "fixed", "redrawn"])
 @pytest.mark.parametrize("size", SIZES)
 def test_a_transform_is_a_hadamard_matrix_times_signs(size, signs):
-    turn, x = Hadamard(size, signs), random(6, 300)
-    found = transforms.transform(x, turn, 1, PLACE)
-    row = torch.ones(size) if signs == "plain" else transforms.signs(turn, PLACE, x.device)
+    transforming, x = Transform(size, signs), random(6, 300)
+    found = transforms.transform(x, transforming, 1, PLACE)
+    row = torch.ones(size) if signs == "plain" else transforms.signs(transforming, PLACE, x.device)
     blocks = nn.functional.pad(x, (0, -300 % size)).double().unflatten(1, (-1, size)) * row
     expected = (blocks @ torch.tensor(hadamard(size)).double() * size**-0.5).flatten(1)
     # Each of log2(size) additions and the product round once, to half a unit of the last place of at most |x|_1 / sqrt(size).
     bound = blocks.abs().sum(dim=2, keepdim=True).expand_as(blocks).flatten(1) * size**-0.5 * 8 * 2.0**-24
     assert ((found.double() - expected).abs() <= bound).all()
-    assert torch.equal(transforms.transform(x.T, turn, 0, PLACE), found.T)
-    back = transforms.inverse(found, turn, 1, PLACE, 300)
+    assert torch.equal(transforms.transform(x.T, transforming, 0, PLACE), found.T)
+    back = transforms.inverse(found, transforming, 1, PLACE, 300)
     assert torch.allclose(back, x, atol=1e-5)
     if size in (16, 64):  # the factors are powers of two, so that small integers pass exactly
         integers = torch.randint(-50, 50, (6, 300), generator=torch.Generator().manual_seed(1)).float()
-        assert torch.equal(transforms.inverse(transforms.transform(integers, turn, 1, PLACE), turn, 1, PLACE, 300), integers)
+        assert torch.equal(
+            transforms.inverse(transforms.transform(integers, transforming, 1, PLACE), transforming, 1, PLACE, 300), integers
+        )
 
 
 def test_signs_are_fixed_or_depend_on_layer_and_step_alone():
-    fixed = transforms.signs(Hadamard(128, "fixed"), None, torch.device("cpu"))
-    assert torch.equal(transforms.signs(Hadamard(16, "fixed"), None, torch.device("cpu")), fixed[:16])
+    fixed = transforms.signs(Transform(128, "fixed"), None, torch.device("cpu"))
+    assert torch.equal(transforms.signs(Transform(16, "fixed"), None, torch.device("cpu")), fixed[:16])
     assert set(fixed.tolist()) == {-1.0, 1.0}
 
     def drawn(step: int, row: int, key: int) -> torch.Tensor:
-        return transforms.signs(Hadamard(128, "redrawn"), torch.tensor([step, row, key]), torch.device("cpu"))
+        return transforms.signs(Transform(128, "redrawn"), torch.tensor([step, row, key]), torch.device("cpu"))
 
     assert torch.equal(drawn(3, 0, 77), drawn(3, 4096, 77))  # rows of a rank or a micro-batch
     rows = torch.stack([drawn(step, 0, key) for step in range(8) for key in (77, 78)])
@@ -57,17 +59,17 @@ def test_signs_are_fixed_or_depend_on_layer_and_step_alone():
 
 
 def test_a_shard_that_begins_at_a_multiple_of_the_width_is_that_of_the_whole():
-    x, turn = random(8, 256), Hadamard(64, "redrawn")
-    whole = transforms.transform(x, turn, 1, PLACE)
-    assert torch.equal(transforms.transform(x[:, 128:], turn, 1, PLACE), whole[:, 128:])
+    x, transforming = random(8, 256), Transform(64, "redrawn")
+    whole = transforms.transform(x, transforming, 1, PLACE)
+    assert torch.equal(transforms.transform(x[:, 128:], transforming, 1, PLACE), whole[:, 128:])
 
 
 def test_texts_of_casts_with_transforms():
     cast = Cast.parse("nvfp4 stochastic(16) hadamard(16,fixed)")
     assert str(cast) == "e2m1 tile(16) nvfp4 stochastic(16) hadamard(16)"
     assert Cast.parse(str(cast)) == cast
-    assert cast.unturned == Cast.parse("nvfp4 stochastic(16)")
-    assert Cast.parse("nvfp4 hadamard(128,redrawn)").turn == Hadamard(128, "redrawn")
+    assert cast.without_transform == Cast.parse("nvfp4 stochastic(16)")
+    assert Cast.parse("nvfp4 hadamard(128,redrawn)").transforming == Transform(128, "redrawn")
     plan = Plan(default=LayerPrecision.of(*["mxfp4 hadamard(32,plain)"] * 3))
     assert Plan.from_json(plan.to_json()) == plan
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dither.spec.cast import NamedCast
     from dither.spec.formats import Format
     from dither.spec.recipes import Recipe, recipe
-    from dither.spec.registry import RoundingRule, ScaleRule, Transform, register
+    from dither.spec.registry import RoundingRule, ScaleRule, TransformRule, register
     from dither.spec.schedule import PlanSchedule
 
 __version__ = "0.1.0"
@@ -35,7 +35,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AmaxHistory", "BitwidthLoss", "Cast", "Conversion", "DitherError", "Format", "LayerPrecision", "Linear", "MemoryOptions",
     "Monitor", "NamedCast", "PerformanceWarning", "Plan", "PlanSchedule", "Quantized", "Recipe", "RoundingRule", "Sampling",
-    "ScaleRule", "Stream", "Transform", "UserError", "WeightDecay", "amax", "auto_plan", "bitwidth_loss",
+    "ScaleRule", "Stream", "TransformRule", "UserError", "WeightDecay", "amax", "auto_plan", "bitwidth_loss",
     "capture_passes", "compile", "convert", "deploy",
     "effective_precision", "export", "fake_quantize", "output_loss", "parallelize", "plan_from_bitwidths", "qat", "quantize",
     "quantize_both", "recipe", "register", "rollout_weights", "round_to", "safe_bitwidth", "sample", "sampling_parameters",
@@ -54,7 +54,7 @@ __getattr__ = lazily(
         "dither.spec.formats": "Format",
         "dither.spec.cast": "NamedCast",
         "dither.spec.recipes": "Recipe recipe",
-        "dither.spec.registry": "RoundingRule ScaleRule Transform register",
+        "dither.spec.registry": "RoundingRule ScaleRule TransformRule register",
         "dither.spec.schedule": "PlanSchedule",
         "dither.models.deployment": "qat",
         "evaluate": "deploy plan_from_bitwidths",

@@ -19,7 +19,7 @@ def layers():
 
 
 def test_times_are_measured_once_and_kept(tmp_path, monkeypatch):
-    both, path = options("bf16,fp8"), tmp_path / "times.json"
+    both, path = options("bf16,fp8-block"), tmp_path / "times.json"
     times = measure_times(SHAPES, both, path=path)
     assert times.device == torch.cuda.get_device_name()
     # At 989 TFLOP/s for BF16 and twice that for FP8, no layer of three products takes less; nor does one take 10 ms.
@@ -39,21 +39,21 @@ def test_times_are_measured_once_and_kept(tmp_path, monkeypatch):
 
 
 def test_the_fastest_options_save_all_that_can_be_saved():
-    both = options("bf16,fp8")
+    both = options("bf16,fp8-block")
     rows = efficiency(layers(), both, measure_times(SHAPES, both))
     assert sum(max(row) for row in rows) == pytest.approx(1)
     assert all(min(row) == 0 for row in rows)
 
 
 def test_more_tokens_take_longer_in_proportion():
-    (few,) = measure_times([(8192, 1024, 1024)], options("bf16,fp8")).seconds.values()
-    (many,) = measure_times([(4 * 8192, 1024, 1024)], options("bf16,fp8")).seconds.values()
+    (few,) = measure_times([(8192, 1024, 1024)], options("bf16,fp8-block")).seconds.values()
+    (many,) = measure_times([(4 * 8192, 1024, 1024)], options("bf16,fp8-block")).seconds.values()
     for cast, seconds in few.items():
         assert 3 < many[cast] / seconds < 5  # clocks differ between two measurements
 
 
 def test_sizes_that_fp8_units_do_not_take_are_measured_on_others():
-    (found,) = measure_times([(64, 24, 40)], options("bf16,fp8")).seconds.values()
+    (found,) = measure_times([(64, 24, 40)], options("bf16,fp8-block")).seconds.values()
     assert all(seconds > 0 for seconds in found.values())
 
 
@@ -67,7 +67,7 @@ def test_plans_by_time_while_a_model_trains():
         with torch.autocast("cuda", torch.bfloat16):
             return (model(x) - x).float().square().mean()
 
-    settings = SnipSettings(target=0.3, cost="time", start=2, delay=2, every=10, probe="direct", options="bf16,fp8")
+    settings = SnipSettings(target=0.3, cost="time", start=2, delay=2, every=10, probe="direct", options="bf16,fp8-block")
     snip = Snip(dither.Conversion.of(model), optimizer, settings, forward=loss)
     decisions = {}
     for step in range(6):

@@ -421,3 +421,51 @@ def test_two_ranks_resume_bit_for_bit(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads(done.stdout.splitlines()[-1])
     assert (results["kind"], results["ranks"], results["different"]) == ("MULTI_CPU", 2, [])
+
+
+# The loss in parts -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_loss_in_parts_is_that_of_transformers(tied: bool) -> None:
+    """Shifted labels, ignored ones and a padding mask; gradients of the output layer and the embedding are released."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        max_position_embeddings=32, tie_word_embeddings=tied, bos_token_id=0, eos_token_id=1, pad_token_id=2,
+    )  # fmt: skip
+    labels, mask = IDS[:4].clone(), torch.ones_like(IDS[:4])
+    labels[0, :3], labels[2, 4], mask[3, 6:], labels[3, 6:] = -100, -100, 0, -100
+    found = []
+    for rows in (None, 5):
+        model = transformers.LlamaForCausalLM(config)
+        model.load_state_dict({name: tensor.clone() for name, tensor in (found[0][0] if found else model).state_dict().items()})
+        started = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        if rows is None:
+            loss = model(input_ids=IDS[:4], attention_mask=mask, labels=labels).loss
+        else:
+            loss = dither.models.causal_loss(model, IDS[:4], labels, rows=rows, attention_mask=mask)
+        loss.backward()
+        found.append((model, started, loss.detach(), {name: p.grad for name, p in model.named_parameters()}))
+    torch.testing.assert_close(found[1][2], found[0][2], rtol=1e-6, atol=0)
+    for name, gradient in found[0][3].items():
+        torch.testing.assert_close(found[1][3][name], gradient, rtol=1e-5, atol=1e-7)
+
+    model = found[1][0]
+    model.zero_grad()
+    optimizer = optimizer_of(model, nonfinite="skip")
+    dither.optim.release_gradients(model, optimizer)
+    dither.models.causal_loss(model, IDS[:4], labels, rows=5, attention_mask=mask).backward()
+    optimizer.step()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not torch.equal(model.lm_head.weight, found[1][1]["lm_head.weight"])
+
+
+def test_logits_that_are_capped_are_refused() -> None:
+    config = transformers.Gemma2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=16, max_position_embeddings=32, final_logit_softcapping=0.01,
+    )  # fmt: skip
+    model = transformers.Gemma2ForCausalLM(config)
+    with pytest.raises(UserError, match="Gemma2ForCausalLM changes the logits of its output layer"):
+        dither.models.causal_loss(model, IDS[:2], IDS[:2])

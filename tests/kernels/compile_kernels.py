@@ -124,16 +124,16 @@ def calls() -> Iterator[str]:
     transposing.transposed(torch.zeros(100, 33))
     scales.tensor_factors(torch.ones(()), Cast.parse("e4m3 tensor"))
     yield "transposed codes and scales, factors of a tensor"
-    for turn, place in (("hadamard(16)", None), ("hadamard(128,redrawn)", moved.step.new_zeros(3))):
+    for transform, place in (("hadamard(16)", None), ("hadamard(128,redrawn)", moved.step.new_zeros(3))):
         for axis in (0, 1):
-            transforms.transform(x, Cast.parse(f"mxfp4 nearest {turn}").turn, axis, place)
+            transforms.transform(x, Cast.parse(f"mxfp4 nearest {transform}").transforming, axis, place)
             for text in ("nvfp4 stochastic(16)", "mxfp4 nearest", "mxfp8 nearest", "e2m1 tile(16) four_over_six nearest"):
-                cast = Cast.parse(f"{text} {turn}")
+                cast = Cast.parse(f"{text} {transform}")
                 mine = moved if cast.round.bits else None
                 transforms.quantize(x, cast, axis, mine, place, cast.element)
                 if cast.scaling.kind != "four_over_six":
                     transforms.quantize_values(x, cast, axis, mine, place)
-        yield turn
+        yield transform
     yield from level_calls()
     yield from product_calls()
     yield from sampling_calls()

@@ -23,7 +23,7 @@ from dither.optim.roles import Role
 from dither.snip import PROBES, Option, Scores, Snip, SnipSettings, TrainingSetup, options, pipelined, score
 from dither.snip.statistics import layers_of
 
-OPTIONS = "bf16,fp8,fp4"
+OPTIONS = "bf16,fp8-block,fp4-block"
 AT_3 = SnipSettings(target=0.5, start=3, delay=1)
 
 

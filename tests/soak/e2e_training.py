@@ -479,7 +479,7 @@ def parted(one: Trace, other: Trace) -> int | None:
 
 def harms(scores: dict[str, Any], plans: Sequence[dict[str, str]]) -> list[float]:
     """Return the harm of plans by SNIP's estimates."""
-    found, known = Scores.from_dict(scores), options("fp8,fp4")
+    found, known = Scores.from_dict(scores), options("fp8-block,fp4-block")
     rows = found.harm()
     names = [str(option.precision) for option in known]
     return [sum(row[names.index(_casts(plan[layer]))] for layer, row in zip(found.layers, rows, strict=True)) for plan in plans]

@@ -479,7 +479,7 @@ METHODS = (
 METHODS += (
     "snip.every=6",
     "snip.delay=2",
-    'snip.options="fp8,fp4"',
+    'snip.options="fp8-block,fp4-block"',
     "snip.probe=last",
     "precision.sampling.noise=rounded_normal",
 )

@@ -39,9 +39,9 @@ def export(
 
     Args:
         out: The folder to write, new or empty; with a GGUF format the file to write.
-        format: bf16, fp16, fp8-block, fp8-dynamic, mxfp8, mxfp4, nvfp4, int8, int4-g32, int4-g128; auto, by learned bitwidths
-            or by a plan; or gguf-f16, gguf-q8_0, gguf-q4_0, gguf-mxfp4. By default that of `dither train --qat`, whose codes
-            are written, or else bf16.
+        format: bf16, fp16, fp8-block, fp8-dynamic, mxfp8, mxfp4, mxfp4-w4a4, nvfp4, int8, int4-g32, int4-g128; auto, by
+            learned bitwidths or by a plan; or gguf-f16, gguf-q8_0, gguf-q4_0, gguf-mxfp4. By default that of
+            `dither train --qat`, whose codes are written, or else bf16.
         plan: With auto: the plan whose casts of weights choose the formats; by default that of the run.
         data: Text for the loss before and after the cast; by default the held-out text of the run.
         sequence: Tokens per sequence of that text; by default as in training, or 1024.

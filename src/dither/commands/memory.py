@@ -51,6 +51,8 @@ def memory(
     save: Literal["codes", "input"] | None = None,
     hold: Literal["both", "one", "none"] | None = None,
     swiglu: Literal["exact", "fp8"] | None = None,
+    weights: Literal["fp8"] | None = None,
+    logits: Literal["whole", "chunked"] | None = None,
     gpu: str | None = None,
     risk: Literal["none", "low", "high"] = "low",
     json: Json = False,
@@ -76,6 +78,8 @@ def memory(
         save: Tensors that cast layers keep of their inputs: codes, or the input; by default that of the run, or codes.
         hold: Layouts of the codes of weights that are held: both, one or none; by default those of the run, or both.
         swiglu: The inputs of SwiGLU that are kept for backward: exact, or as FP8 codes; by default those of the run, or exact.
+        weights: Storage of the weights that blocks cast: fp8 for their codes alone; by default that of the run, or of the mode.
+        logits: Logits and their gradients: whole, or chunked, for some rows at a time; by default as in the run, or whole.
         gpu: The GPU to recommend for, such as H100-80GB; by default that of this machine.
         risk: Allowed precisions: none (the usual mixed precision), low (also FP8, stochastic rounding), high (also FP4).
     """
@@ -102,6 +106,8 @@ def memory(
             each,
             compiled=each.compiled and compiled,
             released=each.released or released,
+            weights=weights or each.weights,
+            chunked_logits=each.chunked_logits if logits is None else logits == "chunked",
             memory=replace(each.memory, **options),  # type: ignore[arg-type]
         )
         for name, each in columns.items()
@@ -151,6 +157,7 @@ def _run_of(model: str | None) -> _RunShape | None:
         precision=default,
         states=precision.states,
         weights=precision.weights,
+        chunked_logits=precision.logits == "chunked",
         optimizer=config.optim.optimizer,
         sampling="none" if sampling is None else "recomputed" if sampling.recompute else "kept",
         compiled=config.run.compile is not False,

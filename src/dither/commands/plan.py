@@ -68,7 +68,7 @@ def plan(
 def options(json: Json = False) -> int:
     """List the levels that --options takes.
 
-    They are short names, recipes and named casts. The text of any other cast works as well, such as "nf4 tile(64)", for
+    They are recipes and named casts. The text of any other cast works as well, such as "nf4 tile(64)", for
     all three operands.
     """
     from dither.snip.options import HOPPER, known_levels

@@ -68,9 +68,9 @@ def export(
     Args:
         model: A causal language model of `dither.models` or of transformers, converted or not.
         folder: A new or empty folder.
-        format: bf16, fp16, fp8-block, fp8-dynamic, mxfp8, mxfp4, nvfp4, int8, int4-g32, int4-g128, or auto, which chooses per
-            layer: by `plan`, by learned bitwidths, or by the casts of a converted model. With gguf-f16, gguf-q8_0, gguf-q4_0 or
-            gguf-mxfp4, `folder` is a new GGUF file for llama.cpp.
+        format: bf16, fp16, fp8-block, fp8-dynamic, mxfp8, mxfp4, mxfp4-w4a4, nvfp4, int8, int4-g32, int4-g128, or auto, which
+            chooses per layer: by `plan`, by learned bitwidths, or by the casts of a converted model. With gguf-f16, gguf-q8_0,
+            gguf-q4_0 or gguf-mxfp4, `folder` is a new GGUF file for llama.cpp.
         plan: For "auto", a plan whose casts of weights choose the formats; or the plan of `dither.qat` for `format`.
         tokenizer: A tokenizer of `dither.data` or of transformers, a tokenizer.json, or a folder that has one.
         engine: "any", or "vllm" to also write experts in formats that vLLM reads and transformers does not.
@@ -261,7 +261,7 @@ def _wanted(model: nn.Module, format: str, plan: Plan | None) -> Wanted:
 def _own_cast(format: str, precision: LayerPrecision | None) -> Cast | None:
     """Return the cast of a weight in training if the export can repeat it: its codes have the format, and nothing is drawn."""
     cast = None if precision is None else precision.cast("forward", "weight")
-    if cast is None or not DEPLOYMENTS[format].stores(cast) or cast.round.kind != "nearest" or cast.turn.size:
+    if cast is None or not DEPLOYMENTS[format].stores(cast) or cast.round.kind != "nearest" or cast.transforming.size:
         return None
     return None if cast.scaling.kind == "delayed" or cast.scaling.measures_tensor else cast
 

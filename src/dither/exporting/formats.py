@@ -73,6 +73,12 @@ FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
                 _args(4, "float", "group", 32, scale_dtype=_UINT8),
             ),
             WeightFormat(
+                DEPLOYMENTS["mxfp4-w4a4"],
+                "mxfp4-pack-quantized",
+                _args(4, "float", "group", 32, scale_dtype=_UINT8),
+                _args(4, "float", "group", 32, True, scale_dtype=_UINT8),
+            ),
+            WeightFormat(
                 DEPLOYMENTS["nvfp4"],
                 "nvfp4-pack-quantized",
                 _args(4, "float", "tensor_group", 16, scale_dtype=_E4M3),

@@ -80,7 +80,7 @@ def in_files(
             stacked = stacked[:, None, :].expand(-1, matrices[0].shape[-2], -1)
         for name, tensor in stored.in_files({parameter: stacked[0] if isinstance(codes, Quantized) else stacked}).items():
             tensor = tensor.reshape(-1, stacked.shape[-1])  # transformers drops dimensions of length 1
-            tensor = tensor[:1, 0] if suffix == "weight_global_scale" else tensor
+            tensor = tensor[0, 0].reshape(1) if suffix == "weight_global_scale" else tensor
             tensors[f"{name.removesuffix('.weight')}.{suffix}"] = tensor.contiguous().view(dtype)
     if layout.storage == "pack-quantized":  # words do not say how many codes they hold
         tensors |= {f"{name.removesuffix('.weight')}.weight_shape": torch.tensor(shape) for name, shape in pieces}

@@ -42,8 +42,8 @@ class ExportedLayer:
 
 def relative_error(numbers: Tensor, weight: Tensor) -> float:
     """Return the norm of the change of a weight divided by its norm."""
-    size = weight.norm().item()
-    return (numbers - weight).norm().item() / size if size else 0.0
+    change, size = (torch.linalg.vector_norm(each, dtype=torch.float64).item() for each in (numbers - weight, weight))
+    return change / size if size else 0.0
 
 
 @dataclass(frozen=True)

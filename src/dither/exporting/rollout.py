@@ -139,7 +139,7 @@ def _checked(layer: Linear, codes: Quantized) -> tuple[Quantized, str]:
         raise UserError(f"The weight of the layer {layer.name!r} is [in, out], and engines read [out, in] in few bits.")
     for name in FORMATS:
         cast = DEPLOYMENTS[name].cast
-        if cast.codes == codes.cast.codes and not codes.cast.turn.size:
+        if cast.codes == codes.cast.codes and not codes.cast.transforming.size:
             return Quantized(codes.values, codes.scale, cast, codes.shape, 1, codes.dtype, codes.tensor_scale), name
     raise UserError(
         f"The layer {layer.name!r} casts its weight to {str(codes.cast)!r}, which no engine reads: use the casts of "

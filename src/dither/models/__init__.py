@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dither.models.sizes import ModelConfig as ModelConfig
     from dither.models.sizes import preset as preset
     from dither.models.transformers_models import HuggingFace as HuggingFace
+    from dither.models.transformers_models import causal_loss as causal_loss
     from dither.models.transformers_models import hf as hf
     from dither.nn import compile_blocks as compile_blocks
 
@@ -39,7 +40,7 @@ __getattr__ = lazily(
         "open": "find_model open_model",
         "presets": "build flops_per_token parameter_count",
         "sizes": "PRESETS GPT2Config GPTNeoConfig LlamaConfig ModelConfig preset",
-        "transformers_models": "HuggingFace hf",
+        "transformers_models": "HuggingFace causal_loss hf",
         "dither.nn": "compile_blocks",
     },
 )

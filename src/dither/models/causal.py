@@ -94,6 +94,8 @@ class CausalLM(nn.Module, ABC):
     """
 
     config: Any
+    loss_rows: int = 0
+    """Rows whose logits exist at a time, with their gradients, in `model(tokens, targets)`; 0 for all: see `output_loss`."""
 
     @property
     @abstractmethod
@@ -154,7 +156,7 @@ class PlainLM(CausalLM):
     def _result(self, tokens_BS: Tensor, targets_BS: Tensor | None) -> Tensor:
         if targets_BS is None:
             return super()._result(tokens_BS, None)
-        return output_loss(self.lm_head, self.hidden(tokens_BS), targets_BS)
+        return output_loss(self.lm_head, self.hidden(tokens_BS), targets_BS, rows=self.loss_rows)
 
     def deviation(self, name: str) -> float:
         """Return the initial standard deviation of a matrix."""
@@ -211,7 +213,7 @@ def cross_entropy(logits_NV: Tensor, targets_N: Tensor, *, backend: str = "auto"
     return loss
 
 
-def output_loss(layer: nn.Module, hidden: Tensor, targets: Tensor, *, backend: str = "auto") -> Tensor:
+def output_loss(layer: nn.Module, hidden: Tensor, targets: Tensor, *, rows: int = 0, backend: str = "auto") -> Tensor:
     """Return the mean cross entropy of `layer(hidden)`, as `cross_entropy` computes it, for an output layer in any precision.
 
     The loss of a `dither.nn.Linear` whose gradients are cast to FP8, with current scales per tensor or per tile, writes the
@@ -222,6 +224,8 @@ def output_loss(layer: nn.Module, hidden: Tensor, targets: Tensor, *, backend: s
         layer: The output layer, [..., D] to [..., V].
         hidden: The input of the layer, [..., D].
         targets: int64 [...]; -100 ignores a position.
+        rows: Number of rows whose logits exist at a time, for a layer without casts; 0 for all. Gradients are then computed in
+            the forward pass, part by part: memory of a part in place of all logits and their gradients, and no more products.
         backend: "auto", or a backend by name.
 
     >>> import dither, torch
@@ -233,12 +237,18 @@ def output_loss(layer: nn.Module, hidden: Tensor, targets: Tensor, *, backend: s
     >>> bool(output_loss(model.lm_head, hidden, tokens[:, 1:]) == model(tokens[:, :-1], tokens[:, 1:]))
     True
     """
-    if isinstance(layer, Linear) and fused.writes_its_codes(layer, hidden):
-        if targets.dtype != torch.int64 or targets.shape != hidden.shape[:-1]:
-            given = f"{targets.dtype} of shape {list(targets.shape)}"
-            raise UserError(
-                f"output_loss takes int64 targets of shape {list(hidden.shape[:-1])}, one per row of the input, not {given}."
-            )
+    writes = isinstance(layer, Linear) and fused.writes_its_codes(layer, hidden)
+    if (writes or rows) and (targets.dtype != torch.int64 or targets.shape != hidden.shape[:-1]):
+        given = f"{targets.dtype} of shape {list(targets.shape)}"
+        raise UserError(
+            f"output_loss takes int64 targets of shape {list(hidden.shape[:-1])}, one per row of the input, not {given}."
+        )
+    if not isinstance(rows, int) or rows < 0:
+        raise UserError(f"rows is a number of rows from 1 on, or 0 for all, not {rows!r}.")
+    if rows:
+        return fused.chunked_loss(layer, hidden, targets, rows, check_backend(backend))
+    if writes:
+        assert isinstance(layer, Linear)
         return fused.output_loss(layer, hidden, targets, check_backend(backend))
     return cross_entropy(layer(hidden).flatten(0, -2), targets.flatten(), backend=backend)
 

@@ -289,6 +289,9 @@ def gguf_architecture(config: Mapping[str, Any]) -> GgufArchitecture:
 
 # Training for a format ------------------------------------------------------------------------------------------------
 
+SEARCHES = {"pow2": "pow2_mse", "nvfp4_fixed": "nvfp4_mse"}
+"""Scale rules of e2m1 that search for the smallest error, by those that take the largest magnitude."""
+
 HEADROOM = 2.0
 """Factor by which weights may grow in training before the fixed tensor scale of NVFP4 clips them."""
 
@@ -302,7 +305,14 @@ def described(format: str, choices: Sequence[LayerFormat]) -> str:
     return "\n".join(lines)
 
 
-def qat(model: nn.Module, format: str, *, base: Plan | None = None, say: Callable[[str], None] = lambda _: None) -> Plan:
+def qat(
+    model: nn.Module,
+    format: str,
+    *,
+    scales: str = "largest",
+    base: Plan | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Plan:
     """Return a plan that trains a model for a deployment format: forward multiplies the numbers that an engine would.
 
     Gradients are straight-through. Layers that the export keeps in 16 bits are not cast. `dither.convert` applies the plan,
@@ -311,6 +321,7 @@ def qat(model: nn.Module, format: str, *, base: Plan | None = None, say: Callabl
     Args:
         model: A causal language model of `dither.models` or of transformers with its initial weights, not converted.
         format: A deployment format, such as "nvfp4" or "mxfp4": see docs/qat.md.
+        scales: Scales of weights by the "largest" magnitude of each group, or "search" for those with the smallest error.
         base: A plan whose dtypes are kept; by default those of the model.
         say: Called with the layers that are cast, and the reasons why others are not.
 
@@ -338,6 +349,11 @@ def qat(model: nn.Module, format: str, *, base: Plan | None = None, say: Callabl
         largest = max(float(weight.abs().max()) for weight in weights)
         exponent = math.ceil(math.log2(max(HEADROOM * largest, 2.0**-100) / (cast.element.max * 448)))
         cast = replace(cast, scale=str(Scale("nvfp4_fixed", arguments=(2.0**exponent,))))
+    if scales == "search":
+        if cast.format != "e2m1":
+            known = [name for name, each in DEPLOYMENTS.items() if each.cast.format == "e2m1"]
+            raise UserError(f"scales='search' is for {', '.join(known)}, not for {format!r}: use scales='largest'.")
+        cast = replace(cast, scale=str(replace(cast.scaling, kind=SEARCHES[cast.scaling.kind])))
     precision = chosen.precision(cast)
     rules = tuple((escape(stored.prefix + choice.site.name), precision if choice.format else None) for choice in choices)
     say(described(format, choices))

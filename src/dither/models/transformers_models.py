@@ -3,6 +3,7 @@
 import copy
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,12 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from dither.errors import UserError
-from dither.models.causal import CausalLM, PlainLM
+from dither.models.causal import CausalLM, PlainLM, output_loss
 from dither.models.few_bits import Reader
 from dither.models.folder_files import CONFIG, read_json, write_json
 from dither.models.presets import check_place, check_seed, empty, skeleton
 from dither.nn.frozen import frozen_weights
 from dither.nn.norms import cast_parameters
+from dither.ops.reference.loss import IGNORE
+from dither.spec.layer import chunk_rows
 
 MOST_LAYERS = 10_000
 """Maximum number of layers, far above that of any model."""
@@ -80,6 +83,12 @@ class HuggingFace(CausalLM):
         logits_BSV: Tensor = self.hf(input_ids=tokens_BS, use_cache=False).logits
         return logits_BSV
 
+    def _result(self, tokens_BS: Tensor, targets_BS: Tensor | None) -> Tensor:
+        if targets_BS is None or not self.loss_rows:
+            return super()._result(tokens_BS, targets_BS)
+        hidden_BSD, layer = hidden_of(self.hf, input_ids=tokens_BS)
+        return output_loss(layer, hidden_BSD, targets_BS, rows=self.loss_rows)
+
     def save(self, place: Path, extra: dict[str, Any], shard_bytes: int, dtype: torch.dtype | None = None) -> None:
         """Write the model as transformers does, without what training added."""
         names = stored_names(self.hf)
@@ -89,6 +98,60 @@ class HuggingFace(CausalLM):
             extra = {"dtype": str(dtype).removeprefix("torch.")} | extra
         self.hf.save_pretrained(place, state_dict=state, max_shard_size=shard_bytes)  # type: ignore[operator]
         write_json(place / CONFIG, read_json(place / CONFIG) | extra)
+
+
+def hidden_of(model: nn.Module, **inputs: Any) -> tuple[Tensor, nn.Module]:
+    """Return (the input of a transformers model's output layer, [B, S, D], the output layer)."""
+    layer, base = model.get_output_embeddings(), getattr(model, "base_model", model)  # type: ignore[operator]
+    if layer is None or base is model:
+        raise UserError(f"{type(model).__name__} has no output layer of its own: compute its loss by the model.")
+    return base(**inputs, use_cache=False).last_hidden_state, layer
+
+
+@torch.no_grad()
+def check_output_layer(model: nn.Module) -> None:
+    """Raise unless the logits of a transformers model are those of its output layer alone, on two tokens.
+
+    Some architectures scale their logits or cap them; a loss that is computed part by part would not.
+    """
+    tokens = torch.tensor([[0, 1]], device=next(model.parameters()).device)
+    was_training = model.training
+    model.eval()
+    try:
+        hidden, layer = hidden_of(model, input_ids=tokens)
+        same = torch.equal(layer(hidden), model(input_ids=tokens, use_cache=False).logits)
+    finally:
+        model.train(was_training)
+    if not same:
+        raise UserError(
+            f"{type(model).__name__} changes the logits of its output layer, by a scale or a cap for instance, so its loss "
+            "cannot be computed in parts: compute it at once."
+        )
+
+
+def causal_loss(model: nn.Module, input_ids: Tensor, labels: Tensor, *, rows: int | None = None, **inputs: Any) -> Tensor:
+    """Return the loss of a transformers model as `model(input_ids, labels=labels).loss`, without all logits in memory.
+
+    Label i is compared with the logits of token i - 1, and -100 ignores a position, as transformers does.
+
+    Args:
+        model: A causal language model of transformers, converted or not, whose logits are those of its output layer.
+        input_ids: int64 [B, S].
+        labels: int64 [B, S], not shifted.
+        rows: Number of rows whose logits exist at a time; by default those of 256 MiB in 16 bits. See `output_loss`.
+        inputs: Further inputs of the model, such as attention_mask.
+    """
+    if model not in _CHECKED:
+        check_output_layer(model)
+        _CHECKED.add(model)
+    hidden, layer = hidden_of(model, input_ids=input_ids, **inputs)
+    targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+    words: int = layer.out_features  # type: ignore[assignment]
+    return output_loss(layer, hidden, targets, rows=chunk_rows(words) if rows is None else rows)
+
+
+_CHECKED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models whose output layer `causal_loss` has checked."""
 
 
 def hf(

@@ -311,8 +311,10 @@ def _check(layer: Linear) -> None:
             f"The layer {layer.name!r} scales by the magnitudes of earlier steps, and a frozen weight has none: use a recipe "
             "with current scales, such as fp8-block or mxfp8."
         )
-    turned = [cast for product in ("forward", "input_grad") for cast in precision.casts(product) if cast and cast.turn.size]
-    if (precision.requantize and precision.cast("input_grad", "weight") is not None) or turned:
+    transformed = [
+        cast for product in ("forward", "input_grad") for cast in precision.casts(product) if cast and cast.transforming.size
+    ]
+    if (precision.requantize and precision.cast("input_grad", "weight") is not None) or transformed:
         raise UserError(
             f"The layer {layer.name!r} transforms its weight or casts it twice, and a frozen weight has codes of one cast: use "
             "a recipe without either, such as nvfp4 or fp8-block."

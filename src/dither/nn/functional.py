@@ -205,7 +205,7 @@ class Settings(NamedTuple):
     """The transform of the forward product, if backward casts its codes: gradients of input and weight come transformed."""
 
     @property
-    def turned(self) -> bool:
+    def transformed(self) -> bool:
         """True if an operand is transformed before a cast."""
         return any(casting.width for operand in (self.input, self.weight, self.grad) for casting in operand)
 
@@ -283,7 +283,7 @@ def make_settings(
 def _casting(casts: tuple[Cast, ...], container: str, level: int = -1) -> Casting:
     """Return the casting of an operand whose codes have the format `container`; `level` chooses between several casts."""
     first, kind = casts[0], casts[0].scaling.kind
-    turn, casts = first.turn, tuple(cast.unturned for cast in casts)
+    transforming, casts = first.transforming, tuple(cast.without_transform for cast in casts)
     text, own = "|".join(map(str, casts)), level < 0 and container == first.format
     return Casting(
         text,
@@ -291,22 +291,22 @@ def _casting(casts: tuple[Cast, ...], container: str, level: int = -1) -> Castin
         "" if own else container,
         stochastic=any(cast.round.bits for cast in casts),
         delayed=kind == "delayed",
-        whole=not first.scaling.two_level and not turn.size,
+        whole=not first.scaling.two_level and not transforming.size,
         measured=first.group.kind == "tensor" and kind not in ("delayed", "static") and all(cast.element.nan for cast in casts),
         level=level,
         fusible=own and text in fused.FUSIBLE,
-        transform=str(turn) if turn.size else "",
-        width=turn.size,
-        redrawn=turn.signs == "redrawn",
+        transform=str(transforming) if transforming.size else "",
+        width=transforming.size,
+        redrawn=transforming.signs == "redrawn",
         at_once=first.kernel
-        and turn.matrix == "hadamard"
+        and transforming.matrix == "hadamard"
         and first.group.kind == "tile"
         and first.group.size <= 128
         and level < 0,
         two_level=first.scaling.two_level,
         square=first.group.kind in ("tensor", "block")
         and not first.scaling.two_level
-        and not turn.size
+        and not transforming.size
         and Format.parse(container).bits == 8,
     )
 
@@ -1035,13 +1035,13 @@ def cast_layouts(
     if casting.transform:
         bare, x = casting._replace(transform=""), x.detach()
 
-        def turned(axis: int) -> OperandCodes:
+        def layout(axis: int) -> OperandCodes:
             if casting.at_once and not casting.shared:
                 return _cast_transformed(x, casting, axis, place, signs)
             part = transformed(x, casting, axis, signs)
             return cast_layouts(part, bare, Amax(), place, axis == 1, axis == 0, None, level)
 
-        return OperandCodes(turned(1).along if along else None, turned(0).across if across else None)
+        return OperandCodes(layout(1).along if along else None, layout(0).across if across else None)
     if casting.shared:
         alone = casting._replace(shared="")
 
@@ -1124,8 +1124,8 @@ def prepared(x: Tensor, casting: Casting, axis: int, signs: Tensor | None, after
 def transformed(x: Tensor, casting: Casting, axis: int, signs: Tensor | None, after: Tensor | None = None) -> Tensor:
     """Return x, transformed along `axis` and padded there; signs begin anew at multiples of the width in the whole operand."""
     _check_beginning(casting, axis)
-    turned: Tensor = torch.ops.dither.transform(x, casting.transform, axis, signs if casting.redrawn else None, after)
-    return turned
+    result: Tensor = torch.ops.dither.transform(x, casting.transform, axis, signs if casting.redrawn else None, after)
+    return result
 
 
 def padded(length: int, casting: Casting) -> int:

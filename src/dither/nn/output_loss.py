@@ -1,4 +1,4 @@
-"""The loss of an output layer in FP8: cross entropy whose backward pass writes the codes that the layer's products read.
+"""The loss of an output layer: in FP8, with a backward pass that writes the codes that products read; or uncast, in parts.
 
 Shapes: x_ND is the input of the layer (N tokens), weight_VD its weight (V words), logits_NV its output.
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from dither.errors import UserError
 from dither.nn.functional import (
     Codes,
     Settings,
@@ -56,7 +57,7 @@ def writes_its_codes(layer: nn.Module | None, x: Tensor) -> bool:
         return False
     settings = layer.settings_for(x)
     casting = settings.grad
-    if settings.turned:
+    if settings.transformed:
         return False
     alike = casting.along == casting.across and casting.along.cast and not casting.along.container
     return alike and casting.along.level < 0 and x.dtype in INPUT_DTYPES and _takes(casting.along.cast)
@@ -145,6 +146,75 @@ class _OutputLoss(torch.autograd.Function):
             along = (Codes(values_VN, scales), casting)
             dw = product("weight_grad", *along, x_DN, settings.input.across, rows, None, w_dtype, settings, ctx.name)
         return (dx[0] if len(dx) == 1 else torch.cat(dx)) if dx else None, dw, *[None] * 16
+
+
+# In parts --------------------------------------------------------------------------------------------------------------
+
+
+def chunked_loss(layer: nn.Module, x: Tensor, targets: Tensor, rows: int, backend: str) -> Tensor:
+    """Return the mean cross entropy, 0-d float32, of `layer(x)`, with the logits of `rows` rows at a time in memory.
+
+    Each part's gradients are computed right after its loss, in the forward pass: three products, as apart, and no logits are
+    kept. The loss and the gradient of x are those of one part; the gradient of the weight is rounded to its dtype after each
+    part, as gradients of micro-batches are.
+    """
+    weight = getattr(layer, "weight", None)
+    plain = isinstance(layer, nn.Linear) and layer.bias is None and not (isinstance(layer, Linear) and not layer.program.uncast)
+    if not plain or type(weight) not in (Tensor, nn.Parameter) or any(getattr(layer, hooks) for hooks in HOOKS):
+        raise UserError(
+            f"The loss of an output layer is computed in parts for a linear layer without bias, casts, shards and hooks, "
+            f"and this one is {layer}: compute it at once."
+        )
+    assert isinstance(weight, Tensor)
+    x = x.to(autocast_dtype(x) or x.dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        loss: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+            x.reshape(-1, x.shape[-1]), weight, targets.flatten(), rows, backend
+        )
+    return loss
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """The loss, and in the forward pass its gradients for a gradient of 1, by which backward multiplies."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, rows: int, backend: str) -> Tensor:
+        need_x, need_w = ctx.needs_input_grad[:2]
+        w_VD = weight_VD.to(x_ND.dtype)
+        count = (targets_N != IGNORE).sum()
+        weights_N = (1.0 / count).where(targets_N != IGNORE, 0.0)
+        losses_N = torch.empty(len(targets_N), dtype=torch.float32, device=x_ND.device)
+        dx_ND = torch.empty_like(x_ND) if need_x else None
+        dw_VD = torch.zeros_like(weight_VD, memory_format=torch.contiguous_format) if need_w else None
+        for first in range(0, len(targets_N), rows):
+            part = slice(first, first + rows)
+            x, targets = x_ND[part], targets_N[part]
+            logits = x @ w_VD.T
+            losses_N[part], parts = torch.ops.dither.cross_entropy_forward(logits, targets, backend)
+            if dx_ND is None and dw_VD is None:
+                continue
+            d = torch.ops.dither.cross_entropy_backward(logits, targets, parts, weights_N[part], backend)
+            del logits
+            if dx_ND is not None:
+                dx_ND[part] = d @ w_VD
+            if dw_VD is not None and dw_VD.is_cuda and dw_VD.dtype == d.dtype:
+                dw_VD.addmm_(d.T, x)  # one rounding
+            elif dw_VD is not None:
+                dw_VD += d.T @ x
+        ctx.save_for_backward(dx_ND, dw_VD)
+        loss: Tensor = losses_N.sum() / count
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        dx_ND, dw_VD = ctx.saved_tensors
+        if torch.compiler.is_compiling():
+            found = [None if d is None else d * grad.to(d.dtype) for d in (dx_ND, dw_VD)]
+        else:
+            ctx.maybe_clear_saved_tensors()
+            found = [None if d is None else d.mul_(grad) for d in (dx_ND, dw_VD)]
+        return *found, None, None, None
 
 
 def _parts(rows: int) -> Iterator[slice]:

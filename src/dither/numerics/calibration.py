@@ -67,7 +67,7 @@ def static_plan(plan: Plan, magnitudes: Magnitudes, headroom: float = 2.0) -> Pl
 
 def _static(cast: Cast | None, limit: float) -> Cast | None:
     """Return a cast that scales `limit` to the largest value of its format, if it has one scale per tensor."""
-    if cast is None or cast.group.kind != "tensor" or not cast.element.nan or cast.turn.size or not limit:
+    if cast is None or cast.group.kind != "tensor" or not cast.element.nan or cast.transforming.size or not limit:
         return cast
     # Four digits, rounded up, within the range of `static`.
     scale = float(f"{min(max(limit / cast.element.max, 2.0**-120), 2.0**120) * 1.0005:.4g}")

@@ -64,10 +64,10 @@ def cast_counts(x: Tensor, cast: Cast, axis: int = -1, given_amax: Tensor | None
     >>> dict(zip(COUNTS, found.counts.tolist(), strict=True))  # 7 would be 8; 0.2 is below 0.25; 0.3 becomes 0.5
     {'elements': 6.0, 'zeros': 1.0, 'nonfinite': 0.0, 'clipped': 1.0, 'flushed': 1.0, 'subnormal': 1.0, 'unfit': 0.0}
     """
-    if cast.turn.size:  # whichever signs are drawn, their statistics are alike
-        turn = replace(cast.turn, signs="fixed")
+    if cast.transforming.size:  # whichever signs are drawn, their statistics are alike
+        transforming = replace(cast.transforming, signs="fixed")
         lines = x.movedim(axis, -1).reshape(-1, x.shape[axis])
-        x, axis, cast = transforms.transform(lines, turn, 1, None), -1, cast.unturned
+        x, axis, cast = transforms.transform(lines, transforming, 1, None), -1, cast.without_transform
     layout = groups.values_layout(tuple(x.shape), cast, axis)
     x_BRC = layout.matrices(x)
     magnitude = x_BRC.abs()

@@ -71,14 +71,16 @@ class Quantized:
         dtype = dtype or self.dtype
         if dtype not in INPUT_DTYPES:
             raise UserError(f"Numbers come back as float32, bfloat16 or float16, not as {dtype}.")
-        codes, turn = (self.values, self.scale, self.tensor_scale), self.cast.turn
+        codes, transforming = (self.values, self.scale, self.tensor_scale), self.cast.transforming
         check_backend(backend)
-        if not turn.size:
+        if not transforming.size:
             return dequantize_codes(*codes, str(self.cast), self.shape, self.axis, dtype, backend)
         padded = list(self.shape)
-        padded[self.axis] = -(-padded[self.axis] // turn.size) * turn.size
-        turned = dequantize_codes(*codes, str(self.cast.unturned), padded, self.axis, torch.float32, backend)
-        return _along(turned, self.axis, lambda x: transforms.inverse(x, turn, 1, self.place, self.shape[self.axis])).to(dtype)
+        padded[self.axis] = -(-padded[self.axis] // transforming.size) * transforming.size
+        transformed = dequantize_codes(*codes, str(self.cast.without_transform), padded, self.axis, torch.float32, backend)
+        return _along(
+            transformed, self.axis, lambda x: transforms.inverse(x, transforming, 1, self.place, self.shape[self.axis])
+        ).to(dtype)
 
 
 def dequantize_codes(
@@ -177,11 +179,11 @@ def quantize(
     (tensor([[ 33, 244]], dtype=torch.uint8), tensor([[2.]]))
     """
     cast, axis, draw = _prepare("quantize", x, cast, axis, stream, step, offset, amax)
-    options, turned, place, text = (*_draw_arguments(draw), check_backend(backend)), x.detach(), None, str(cast)
-    if cast.turn.size:
-        turned, place = _transformed(turned, cast, axis, stream, step)
-        text = str(cast.unturned)
-    values, scale, tensor_scale = torch.ops.dither.quantize(turned, text, axis, amax, "", *options)
+    options, transformed, place, text = (*_draw_arguments(draw), check_backend(backend)), x.detach(), None, str(cast)
+    if cast.transforming.size:
+        transformed, place = _transformed(transformed, cast, axis, stream, step)
+        text = str(cast.without_transform)
+    values, scale, tensor_scale = torch.ops.dither.quantize(transformed, text, axis, amax, "", *options)
     _check_scales(x, cast, scale, measured=amax is None)
     scales = (scale if cast.group.kind != "none" else None, tensor_scale if tensor_scale.dim() == 0 else None)
     return Quantized(values, scales[0], cast, tuple(x.shape), axis, x.dtype, scales[1], place=place)
@@ -207,7 +209,7 @@ def fake_quantize(
     tensor([0.0000, 0.5000, 1.5000, 6.0000])
     """
     cast, axis, draw = _prepare("fake_quantize", x, cast, axis, stream, step, offset, amax)
-    if cast.turn.size:
+    if cast.transforming.size:
         options = {"stream": stream, "step": step, "offset": offset, "amax": amax, "backend": backend}
         rounded = quantize(x, cast, axis=axis, **options).dequantize(backend=backend)  # type: ignore[arg-type]
         return x + (rounded - x).detach() if x.requires_grad else rounded
@@ -247,7 +249,7 @@ def quantize_both(
             f"quantize_both takes a matrix, not a tensor of shape {tuple(x.shape)}; flatten its leading dimensions first."
         )
     cast, _, draw = _prepare("quantize_both", x, cast, -1, stream, step, offset, amax)
-    if cast.scaling.two_level or cast.turn.size:
+    if cast.scaling.two_level or cast.transforming.size:
         raise UserError(f"quantize_both does not take {str(cast)!r}: its values differ along each axis; call quantize twice.")
     arguments = _draw_arguments(draw)
     *outputs, largest = torch.ops.dither.quantize_both(x.detach(), str(cast), amax, "", *arguments, check_backend(backend))
@@ -474,7 +476,7 @@ def _described(value: object) -> str:
 
 
 def _draw(x: Tensor, cast: Cast, stream: Stream | None, step: int | Tensor, offset: tuple[int, int]) -> Draw | None:
-    if not cast.round.bits and cast.turn.signs != "redrawn":
+    if not cast.round.bits and cast.transforming.signs != "redrawn":
         return None
     if not isinstance(stream, Stream):
         raise UserError(
@@ -487,10 +489,10 @@ def _draw(x: Tensor, cast: Cast, stream: Stream | None, step: int | Tensor, offs
 def _transformed(x: Tensor, cast: Cast, axis: int, stream: Stream | None, step: int | Tensor) -> tuple[Tensor, Tensor | None]:
     """Return x, transformed along `axis` as `cast` says, and the place of redrawn signs."""
     place = None
-    if cast.turn.signs == "redrawn":
+    if cast.transforming.signs == "redrawn":
         assert stream is not None
         place = torch.tensor([int(step), 0, stream.key], device=x.device)
-    text = str(cast.turn)
+    text = str(cast.transforming)
     return _along(x, axis, lambda lines: torch.ops.dither.transform(lines, text, 1, place, None)), place
 
 

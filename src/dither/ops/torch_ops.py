@@ -22,7 +22,7 @@ from dither.ops.reference import quantize as reference
 from dither.ops.reference.loss import gradients_like
 from dither.ops.reference.matmul import Operand
 from dither.ops.reference.sampling import LN2, pow2, to_dtype
-from dither.spec import Cast, Hadamard, groups, registry
+from dither.spec import Cast, Transform, groups, registry
 from dither.spec.formats import Format
 from dither.spec.random import Draw
 
@@ -141,7 +141,7 @@ def _round_to_op(
 
 def _empty_transform(x: Tensor, transform: str, axis: int) -> Tensor:
     size = list(x.shape)
-    width = Hadamard.parse(transform).size
+    width = Transform.parse(transform).size
     size[axis] = -(-size[axis] // width) * width
     return x.new_empty(size, dtype=torch.float32)
 
@@ -149,9 +149,9 @@ def _empty_transform(x: Tensor, transform: str, axis: int) -> Tensor:
 @operator(_empty_transform)
 def _transform_op(x: Tensor, transform: str, axis: int, place: Tensor | None, after: Tensor | None) -> Tensor:
     """Return the matrix x, transformed along `axis` and padded, in float32; see `reference.transforms`."""
-    turn = Hadamard.parse(transform)
-    code = implementation("transforms", x.device, "auto" if turn.matrix == "hadamard" else "reference")
-    return code.transform(x, turn, axis, place)  # type: ignore[no-any-return]
+    transforming = Transform.parse(transform)
+    code = implementation("transforms", x.device, "auto" if transforming.matrix == "hadamard" else "reference")
+    return code.transform(x, transforming, axis, place)  # type: ignore[no-any-return]
 
 
 def _empty_transformed(x: Tensor, cast: str, transform: str, axis: int, container: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -141,7 +141,7 @@ class Scores:
     def join(cls, parts: "Sequence[Scores]") -> "Scores":
         """Return the scores of all layers from scores of some of them, which were taken at the same or at later steps.
 
-        >>> parts = [Scores(0, "direct", (name,), ("fp8",), ((0.5,),), ((0.25,),), Statistics(0, 1.0, ())) for name in "ab"]
+        >>> parts = [Scores(0, "direct", (name,), ("mxfp8",), ((0.5,),), ((0.25,),), Statistics(0, 1.0, ())) for name in "ab"]
         >>> Scores.join(parts).layers
         ('a', 'b')
         """
@@ -170,7 +170,7 @@ class Scores:
         Errors of different layers are independent, so the squares of their effects add up: power=2. The paper adds the
         divergences themselves: power=1. docs/results/snip.md compares both in training.
 
-        >>> one = Scores(0, "direct", ("up",), ("fp8", "fp4"), ((0.5, 2.0),), ((0.5, 1.0),), Statistics(0, 1.0, ()))
+        >>> one = Scores(0, "direct", ("up",), ("mxfp8", "mxfp4"), ((0.5, 2.0),), ((0.5, 1.0),), Statistics(0, 1.0, ()))
         >>> one.harm(), one.harm(update_weight=2.0, power=1)
         ([[0.5, 5.0]], [[1.5, 4.0]])
         """

@@ -142,8 +142,8 @@ def pipelined(schedule: Any, stage: Any) -> Forward:
     target; entries that a stage does not need may be None. The schedule must divide gradients by its number of micro-batches,
     as it does by default (`scale_grads`).
 
-        scores = score(stage_module, batches, optimizer, "fp8,fp4", stream=stream, forward=pipelined(schedule, stage),
-                       setup=TrainingSetup(pipeline=group))
+        scores = score(stage_module, batches, optimizer, "fp8-block,fp4-block", stream=stream,
+                       forward=pipelined(schedule, stage), setup=TrainingSetup(pipeline=group))
     """
 
     def forward(_: nn.Module, batch: Any) -> Tensor | None:

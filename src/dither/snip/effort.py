@@ -54,7 +54,7 @@ def passes_of(probe: str, layers: int, options: Sequence[Option]) -> int:
     """Return the number of passes of a probe over a micro-batch, if all layers are estimated at once.
 
     >>> from dither.snip.options import options
-    >>> passes_of("measure", 14, options("fp8,fp4")), passes_of("joint", 14, options("fp8,fp4"))
+    >>> passes_of("measure", 14, options("fp8-block,fp4-block")), passes_of("joint", 14, options("fp8-block,fp4-block"))
     (43, 3)
     """
     return {"direct": 1, "last": 3, "joint": 3, "measure": 1 + len(cast_sites(options)) * layers}[probe]
@@ -81,7 +81,7 @@ def choose_effort(
         steps: Steps of the whole run: a plan can be of use for no more than what is left of them; None if unknown.
 
     >>> from dither.snip import SnipSettings, options
-    >>> levels = options("fp8,fp4")
+    >>> levels = options("fp8-block,fp4-block")
     >>> effort = choose_effort(SnipSettings(every=10_000), 154, levels, step_tokens=1 << 19)
     >>> effort.probe, effort.tokens, effort.layers, effort.steps, round(effort.cost, 1)
     ('measure', 8192, 10, 16, 14.9)

@@ -1,31 +1,20 @@
 """Options of a layer: one cast per operand, in all combinations of a few levels that matrix units can multiply.
 
->>> [option.name for option in options("fp8,fp4")][:3]
-['fp8/fp8/fp8', 'fp8/fp8/fp4', 'fp8/fp4/fp8']
+>>> [option.name for option in options("fp8-block,fp4-block")][:3]
+['fp8-block/fp8-block/fp8-block', 'fp8-block/fp8-block/fp4-block', 'fp8-block/fp4-block/fp8-block']
 """
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 from typing import NamedTuple
 
 from dither.errors import UserError
 from dither.spec import NAMED_CASTS, OPERANDS, PRODUCTS, Cast, LayerPrecision, Override, did_you_mean
 from dither.spec.engines import engines_of
 from dither.spec.recipes import RECIPES, recipe_name
-
-LEVELS: Mapping[str, LayerPrecision] = MappingProxyType(
-    {
-        "bf16": LayerPrecision(),
-        "fp8": RECIPES["fp8-block"].plan.default or LayerPrecision(),
-        "fp6": LayerPrecision.of("e2m3 tile(128)", "e2m3 block(128)", "e2m3 tile(128)"),
-        "fp4": RECIPES["fp4-block"].plan.default or LayerPrecision(),
-    }
-)
-"""Levels by their short names; names of recipes work as well."""
 
 HOPPER = (9, 0)
 """Compute capability that decides which mixtures run: Hopper multiplies the most pairs of formats.
@@ -38,7 +27,8 @@ class Option:
     """One cast per operand of a layer; None leaves an operand uncast."""
 
     name: str
-    """Levels of input, weight and gradient, such as "fp4/fp8/fp4", or the name of a level whose casts differ by product."""
+    """Levels of input, weight and gradient, such as "fp4-block/fp8-block/fp4-block", or the name of a level whose casts differ
+    by product."""
     input: Cast | None
     weight: Cast | None
     grad: Cast | None
@@ -77,20 +67,21 @@ def options(given: "str | Iterable[str | LayerPrecision | Option]") -> tuple[Opt
     """Return the combinations of levels for input, weight and gradient, the first level first: FP8 and FP4 give 8 options.
 
     Levels are mixed only if matrix units multiply the mixture. For example, an uncast operand next to one with float32 group
-    scales, such as "fp8", is no faster than two uncast ones, so "bf16,fp8" gives two options. A level whose casts differ by
-    product, such as "fp4-forward", is one option and is not mixed.
+    scales, as in "fp8-block", is no faster than two uncast ones, so "bf16,fp8-block" gives two options. A level whose casts
+    differ by product, such as "fp4-forward", is one option and is not mixed.
 
     Args:
-        given: Names separated by commas, or a list of names (`bf16`, `fp8`, `fp6`, `fp4`, a recipe's or a cast's), texts of
-            casts for all three operands, such as "nf4 tile(64)", and LayerPrecisions. A list of Option is returned as it is.
-            Casts that two levels share count once: "fp4-fp8grad" casts gradients
-            as "fp8" does, so the two give 2 x 2 x 1 options.
+        given: Names of recipes or casts, separated by commas, or a list of names, of texts of casts for all three operands,
+            such as "nf4 tile(64)", and of LayerPrecisions. A list of Option is returned as it is. Casts that two levels share
+            count once: "fp4-fp8grad" casts gradients as "fp8-block" does, so the two give 2 x 2 x 1 options.
 
-    >>> len(options("fp8,fp6,fp4")), len(options(["fp8", "fp4-fp8grad"])), len(options("bf16,fp8,fp4"))
-    (27, 4, 9)
-    >>> [option.name for option in options("fp8,fp4-forward")]
-    ['fp8/fp8/fp8', 'fp4-forward']
-    >>> print(options("bf16,fp4")[1].grad)
+    >>> len(options("fp8-block,fp6-block,fp4-block")), len(options(["fp8-block", "fp4-fp8grad"]))
+    (27, 4)
+    >>> len(options("bf16,fp8-block,fp4-block"))
+    9
+    >>> [option.name for option in options("fp8-block,fp4-forward")]
+    ['fp8-block/fp8-block/fp8-block', 'fp4-forward']
+    >>> print(options("bf16,fp4-block")[1].grad)
     e2m1 tile(128) fp32 stochastic(16)
     """
     listed = [part.strip() for part in re.split(r",(?![^(]*\))", given)] if isinstance(given, str) else list(given)
@@ -121,7 +112,9 @@ def options(given: "str | Iterable[str | LayerPrecision | Option]") -> tuple[Opt
             if level.overrides
         )
     if len(made) < 2:
-        raise UserError(f"There is nothing to choose between in {given!r}: give at least two levels, such as 'fp8,fp4'.")
+        raise UserError(
+            f"There is nothing to choose between in {given!r}: give at least two levels, such as 'fp8-block,fp4-block'."
+        )
     if len({option.name for option in made}) < len(made):
         raise UserError(f"Two options have the same name among {', '.join(option.name for option in made)}: give each its own.")
     return made
@@ -134,23 +127,28 @@ def _level(given: "str | LayerPrecision | Option") -> tuple[str, LayerPrecision]
         label = ""
     elif isinstance(given, str):
         label = given
-        precision = LEVELS.get(given) or (RECIPES[name].plan.default if (name := recipe_name(given)) in RECIPES else None)
-        precision = precision or _of_cast(given)
+        precision = RECIPES[name].plan.default if (name := recipe_name(given)) in RECIPES else _of_cast(given)
     else:
-        raise UserError(f"A level is a name such as 'fp8' or a LayerPrecision, not {given!r}.")
+        raise UserError(f"A level is a name such as 'fp8-block' or a LayerPrecision, not {given!r}.")
     assert precision is not None
     if precision.sampled:
         raise UserError(
             f"The level {label or str(precision)!r} uses sampling, and options only cast: give a level without sampling."
         )
+    if precision.requantize:
+        raise UserError(
+            f"The level {label or str(precision)!r} casts codes of the forward product again in backward, and options cannot: "
+            "give a level without it, such as nvfp4."
+        )
     return label, precision
 
 
 def known_levels() -> dict[str, LayerPrecision]:
-    """Return the levels that have a name, with their casts: LEVELS, recipes, and named casts for all three operands."""
-    recipes = {name: each.plan.default for name, each in RECIPES.items() if each.plan.default and not each.plan.default.uncast}
+    """Return the levels that have a name, with their casts: bf16, the recipes that cast, and named casts for all operands."""
+    plans = {name: each.plan.default for name, each in RECIPES.items()}
+    recipes = {name: each for name, each in plans.items() if each and not each.uncast and not each.requantize}
     casts = {name: LayerPrecision.of(name, name, name) for name in NAMED_CASTS if name not in recipes}
-    return {**LEVELS, **recipes, **casts}
+    return {"bf16": LayerPrecision(), **recipes, **casts}
 
 
 def _of_cast(text: str) -> LayerPrecision:
@@ -179,7 +177,7 @@ def _formats(precision: LayerPrecision) -> str:
 def casts_of(given: Iterable[Option]) -> dict[str, tuple[Cast, ...]]:
     """Return the distinct casts of each operand over both of its products, in the order of the options.
 
-    >>> {operand: len(casts) for operand, casts in casts_of(options("bf16,fp8,fp4")).items()}
+    >>> {operand: len(casts) for operand, casts in casts_of(options("bf16,fp8-block,fp4-block")).items()}
     {'input': 2, 'weight': 2, 'grad': 2}
     """
     given = tuple(given)
@@ -217,9 +215,9 @@ def cast_sites(options: Sequence[Option]) -> list[CastSite]:
     """Return the operands to try one at a time: the gradient first, those in the forward product last.
 
     >>> from dither.snip.options import options as levels
-    >>> [site.operand for site in cast_sites(levels("fp8,fp4"))]
+    >>> [site.operand for site in cast_sites(levels("fp8-block,fp4-block"))]
     ['grad', 'input', 'weight']
-    >>> [site.products for site in cast_sites(levels("fp8,fp4-forward"))][1:]
+    >>> [site.products for site in cast_sites(levels("fp8-block,fp4-forward"))][1:]
     [('weight_grad',), ('input_grad',), ('forward',), ('forward',)]
     """
     found = []

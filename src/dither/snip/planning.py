@@ -31,7 +31,7 @@ def choose(
     >>> from dither.snip.options import options
     >>> layers = [Layer(name="blocks.0.up", M=8, N=4, K=4), Layer(name="blocks.1.up", M=8, N=4, K=4)]
     >>> harm = [[0, 1, 1, 2, 1, 2, 2, 3], [0, 2, 2, 4, 2, 4, 4, 6]]
-    >>> choose(harm, layers, options("fp8,fp4"), Goal(target=0.5)).choice
+    >>> choose(harm, layers, options("fp8-block,fp4-block"), Goal(target=0.5)).choice
     (7, 0)
     """
     names = [layer.name for layer in layers]
@@ -68,7 +68,7 @@ def build_plan(layers: Sequence[str], options: Sequence[Option], solution: Solut
     >>> from dither.spec.recipes import recipe
     >>> from dither.snip.options import options
     >>> solution = Solution((0, 7), harm=0.1, efficiency=0.5, gap=0.0, target=0.5)
-    >>> chosen = build_plan(["up", "down"], options("fp8,fp4"), solution, recipe("fp8-block"), step=100)
+    >>> chosen = build_plan(["up", "down"], options("fp8-block,fp4-block"), solution, recipe("fp8-block"), step=100)
     >>> print(chosen.for_layer("down").weight, chosen.provenance["step"])
     e2m1 block(128) fp32 nearest 100
     """
@@ -182,7 +182,7 @@ def picture(given: Plan) -> str:
     >>> from dither.snip.options import options
     >>> solution = Solution((0, 7, 3, 0), harm=0.1, efficiency=0.5, gap=0.0, target=0.5)
     >>> layers = ["h.0.up", "h.0.down", "h.1.up", "h.1.down"]
-    >>> print(picture(build_plan(layers, options("fp8,fp4"), solution, recipe("fp8-block"))).split("\\n\\n")[0])
+    >>> print(picture(build_plan(layers, options("fp8-block,fp4-block"), solution, recipe("fp8-block"))).split("\\n\\n")[0])
     block  up     down
     0      8/8/8  4/4/4
     1      8/4/4  8/8/8
@@ -237,8 +237,8 @@ def check_goal(model: nn.Module, options: Sequence[Option], goal: Goal, *, parti
     >>> from dither.snip import options
     >>> model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
     >>> _ = dither.convert(model, "fp8-block")
-    >>> check_goal(model, options("fp8,fp4"), Goal(target=0.5, pinned=("0=fp8",)))
-    >>> check_goal(model, options("fp8,fp4"), Goal(target=0.75, pinned=("0=fp8",)))
+    >>> check_goal(model, options("fp8-block,fp4-block"), Goal(target=0.5, pinned=("0=fp8-block",)))
+    >>> check_goal(model, options("fp8-block,fp4-block"), Goal(target=0.75, pinned=("0=fp8-block",)))
     Traceback (most recent call last):
     dither.errors.UserError: No choice reaches a target of 0.75: the largest feasible one is 0.5.
     """

@@ -80,9 +80,10 @@ def score(
     >>> model(tokens[:, :-1], tokens[:, 1:]).backward()
     >>> optimizer.step()
     >>> stream = dither.Stream(0, "snip", "")
-    >>> scores = score(model, [(tokens[:, :-1], tokens[:, 1:])], optimizer, "fp8,fp4", probe="direct", stream=stream)
+    >>> batches, levels = [(tokens[:, :-1], tokens[:, 1:])], "fp8-block,fp4-block"
+    >>> scores = score(model, batches, optimizer, levels, probe="direct", stream=stream)
     >>> scores.layers[0], len(scores.layers), scores.options[-1]
-    ('model.layers.0.self_attn.q_proj', 14, 'fp4/fp4/fp4')
+    ('model.layers.0.self_attn.q_proj', 14, 'fp4-block/fp4-block/fp4-block')
     """
     if probe not in PROBES:
         hint = did_you_mean(probe, PROBES) if isinstance(probe, str) else ""

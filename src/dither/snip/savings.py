@@ -91,7 +91,7 @@ def costs(
 
     >>> from types import SimpleNamespace as Layer
     >>> from dither.snip.options import options
-    >>> costs([Layer(name="up", M=8, N=4, K=4)], options("bf16,fp4"))[0]
+    >>> costs([Layer(name="up", M=8, N=4, K=4)], options("bf16,fp4-block"))[0]
     [1.0, 0.25]
     """
     if times is not None:
@@ -115,7 +115,7 @@ def efficiency(
     >>> from types import SimpleNamespace as Layer
     >>> from dither.snip.options import options
     >>> layers = [Layer(name="up", M=8, N=4, K=4), Layer(name="down", M=8, N=8, K=4)]
-    >>> [[round(share, 3) for share in row] for row in efficiency(layers, options("fp8,fp4"))]
+    >>> [[round(share, 3) for share in row] for row in efficiency(layers, options("fp8-block,fp4-block"))]
     [[0.0, 0.0, 0.0, 0.111, 0.0, 0.111, 0.111, 0.333], [0.0, 0.0, 0.0, 0.222, 0.0, 0.222, 0.222, 0.667]]
     """
     taken = costs(layers, options, times, speeds=speeds)
@@ -174,7 +174,7 @@ def measure_times(
     `path` is a JSON file of times. It is read first, and only what is missing is measured and added; times of several GPUs
     and versions of torch are kept apart. An option that the GPU cannot run is an error. `tick` is called after each shape.
 
-        times = measure_times([(8192, 5632, 2048)], options("fp8,fp4"), path="times.json")
+        times = measure_times([(8192, 5632, 2048)], options("fp8-block,fp4-block"), path="times.json")
     """
     where = torch.device(device)
     if where.type != "cuda" or not torch.cuda.is_available():

@@ -24,12 +24,12 @@ BUDGET = 0.01
 class Goal:
     """What a plan must reach.
 
-    >>> Goal(target=0.5, stages=(6, 6, 6, 4), pinned=("*.down_proj=fp8",)).pins
-    {'*.down_proj': 'fp8'}
+    >>> Goal(target=0.5, stages=(6, 6, 6, 4), pinned=("*.down_proj=fp8-block",)).pins
+    {'*.down_proj': 'fp8-block'}
     """
 
     target: Share | None = None
-    """Fraction of the possible savings, from 0 to 1: with fp8,fp4 the fraction of FLOPs in FP4."""
+    """Fraction of the possible savings, from 0 to 1: with fp8-block,fp4-block the fraction of FLOPs in FP4."""
     cost: Literal["flops", "time"] = "flops"
     """Unit of savings: FLOPs, or time as measured on the GPU."""
     stages: tuple[Count, ...] = ()
@@ -37,16 +37,16 @@ class Goal:
     balance: Literal["slowest", "share"] = "slowest"
     """With stages: bound the time of the slowest stage, or let each stage save its share of the target (SNIP's Eq. 5)."""
     pinned: tuple[str, ...] = ()
-    """Layers with a fixed option, as pattern=option, such as *.down_proj=fp8."""
+    """Layers with a fixed option, as pattern=option, such as *.down_proj=fp8-block."""
 
     def __post_init__(self) -> None:
         check("snip", self)
         if wrong := [text for text in self.pinned if not all(text.rpartition("="))]:
-            raise UserError(f"A pinned layer is written pattern=option, such as *.down_proj=fp8, not {wrong[0]!r}.")
+            raise UserError(f"A pinned layer is written pattern=option, such as *.down_proj=fp8-block, not {wrong[0]!r}.")
 
     @property
     def pins(self) -> dict[str, str]:
-        """Return the fixed options by layer name pattern; "fp8" is short for "fp8/fp8/fp8"."""
+        """Return the fixed options by layer name pattern; "mxfp8" is short for "mxfp8/mxfp8/mxfp8"."""
         pairs = (text.rpartition("=") for text in self.pinned)
         return {pattern: option for pattern, _, option in pairs}
 
@@ -99,8 +99,9 @@ class Estimator:
     1
     """
 
-    options: str = "fp8,fp4"
-    """Levels of each operand of a layer, such as fp8,fp4 or "fp8,nf4 tile(64)"; `dither plan options` lists them."""
+    options: str = "fp8-block,fp4-block"
+    """Levels of each operand of a layer: recipes and casts, such as fp8-block,fp4-block or "fp8-block,nf4 tile(64)", as `dither
+    plan options` lists them."""
     probe: Literal["auto", "measure", "joint", "last", "direct"] = "auto"
     """Estimator: measure each option, perturb all layers at once (joint), add noise at the last layer, use closed forms
     (direct), or auto: measure if the budget allows it, otherwise joint."""

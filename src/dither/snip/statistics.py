@@ -331,7 +331,7 @@ def collecting(
     >>> layer = dither.Linear(8, 4, name="up")
     >>> optimizer = torch.optim.AdamW(layer.parameters())
     >>> for step in range(2):
-    ...     with collecting(layer, options("fp8,fp4"), stream=dither.Stream(0, "snip", "")) as seen:
+    ...     with collecting(layer, options("fp8-block,fp4-block"), stream=dither.Stream(0, "snip", "")) as seen:
     ...         loss = layer(torch.randn(16, 8)).square().mean()
     ...         loss.backward()
     ...     if step == 1:

@@ -13,9 +13,9 @@ from dither.spec.cast import GROUP_SIZES as GROUP_SIZES
 from dither.spec.cast import NAMED_CASTS as NAMED_CASTS
 from dither.spec.cast import Cast as Cast
 from dither.spec.cast import Granularity as Granularity
-from dither.spec.cast import Hadamard as Hadamard
 from dither.spec.cast import Rounding as Rounding
 from dither.spec.cast import Scale as Scale
+from dither.spec.cast import Transform as Transform
 from dither.spec.checks import did_you_mean as did_you_mean
 from dither.spec.layer import OPERANDS as OPERANDS
 from dither.spec.layer import PRODUCTS as PRODUCTS

@@ -67,7 +67,7 @@ class Scale:
     @property
     def measures_tensor(self) -> bool:
         """Return True if that scale follows from the largest magnitude of the tensor."""
-        return self.two_level and self.kind != "nvfp4_fixed"
+        return self.two_level and self.kind not in ("nvfp4_fixed", "nvfp4_mse")
 
     def __str__(self) -> str:
         if self.arguments:
@@ -112,7 +112,7 @@ Signs = Literal["plain", "fixed", "redrawn"]
 
 
 @dataclass(frozen=True)
-class Hadamard:
+class Transform:
     """A Hadamard transform of every `size` elements along the axis that a product sums over, before the cast.
 
     It is orthogonal: a product of two operands that have the same transform stays the same but for the errors of their casts.
@@ -131,11 +131,11 @@ class Hadamard:
         return f"{self.matrix}({self.size})" if self.signs == "fixed" else f"{self.matrix}({self.size},{self.signs})"
 
     @classmethod
-    def parse(cls, text: str) -> "Hadamard":
+    def parse(cls, text: str) -> "Transform":
         """Parse `none` or `hadamard(size[,plain|fixed|redrawn])`; signs are fixed by default.
 
-        >>> Hadamard.parse("hadamard(16)")
-        Hadamard(size=16, signs='fixed', matrix='hadamard')
+        >>> Transform.parse("hadamard(16)")
+        Transform(size=16, signs='fixed', matrix='hadamard')
         """
         return _parse_transform(_text("transform", text))
 
@@ -152,8 +152,8 @@ class Cast:
     granularity: str = "none"
     """The elements that share a scale: none, tensor, row, block(n) or tile(n)."""
     scale: str = "none"
-    """none, fp32, mse, quest, pow2, pow2_ceil, pow2_round, pow2_rtz, nvfp4, nvfp4_fixed(scale), four_over_six, eden(n), bf16,
-    q4_0, q8_0, static(scale) or delayed(history)."""
+    """none, fp32, mse, quest, pow2, pow2_ceil, pow2_round, pow2_rtz, pow2_mse, nvfp4, nvfp4_fixed(scale), nvfp4_mse(scale),
+    four_over_six, eden(n), bf16, q4_0, q8_0, static(scale) or delayed(history)."""
     rounding: str = "nearest"
     """nearest, stochastic(bits), toward_zero, or a registered rule."""
     transform: str = "none"
@@ -168,17 +168,17 @@ class Cast:
     """The parsed `scale`."""
     round: Rounding = field(init=False, repr=False, compare=False)
     """The parsed `rounding`."""
-    turn: Hadamard = field(init=False, repr=False, compare=False)
+    transforming: Transform = field(init=False, repr=False, compare=False)
     """The parsed `transform`."""
 
     def __post_init__(self) -> None:
         element, group = Format.parse(self.format), Granularity.parse(self.granularity)
         scale, rounding = Scale.parse(self.scale), Rounding.parse(self.rounding)
-        turn = Hadamard.parse(self.transform)
-        parts = {"element": element, "group": group, "scaling": scale, "round": rounding, "turn": turn}
+        transforming = Transform.parse(self.transform)
+        parts = {"element": element, "group": group, "scaling": scale, "round": rounding, "transforming": transforming}
         for name, parsed in parts.items():
             object.__setattr__(self, name, parsed)
-        for text, canonical in ((self.format, element.name), (self.scale, str(scale)), (self.transform, str(turn))):
+        for text, canonical in ((self.format, element.name), (self.scale, str(scale)), (self.transform, str(transforming))):
             if text != canonical:  # so that equal casts are equal strings
                 raise UserError(f"Write {canonical!r} for {text!r} in a Cast; Cast.parse takes other spellings too.")
         if not element.signed:
@@ -215,9 +215,11 @@ class Cast:
                     f"scale={self.scale!r} casts to {' or '.join(formats)} in {' or '.join(groups)} as another library does, "
                     f"to nearest: write '{formats[0]} {groups[0]} {scale.kind}', not {str(self)!r}."
                 )
-        if scale.kind == "mse" and rounding.kind != "nearest":
-            raise UserError(f"scale='mse' lowers the error of rounding to nearest: use it so, not with {self.rounding!r}.")
-        least = {"static": -126, "nvfp4_fixed": -117}.get(scale.kind)
+        if scale.kind.endswith("mse") and rounding.kind != "nearest":
+            raise UserError(
+                f"scale={self.scale!r} lowers the error of rounding to nearest: use it so, not with {self.rounding!r}."
+            )
+        least = {"static": -126, "nvfp4_fixed": -117, "nvfp4_mse": -117}.get(scale.kind)
         if least is not None and not 2.0**least <= scale.arguments[0] <= 2.0**-least:
             raise UserError(
                 f"The scale of {self.scale!r} is a number from 2^{least} to 2^{-least}, about 1e{least * 0.30103:+.0f} to "
@@ -232,7 +234,7 @@ class Cast:
         if scale.kind in ("delayed", "static") and group.kind != "tensor":
             word = scale.kind.capitalize()
             raise UserError(f"{word} scaling has one scale per tensor: use granularity='tensor', not {self.granularity!r}.")
-        if scale.kind == "delayed" and turn.size:
+        if scale.kind == "delayed" and transforming.size:
             raise UserError(f"Delayed scaling keeps the magnitudes of a tensor as it is: use it without {self.transform!r}.")
         if group.kind != "none" and element.exponent_bits == 8:
             raise UserError(f"{element} has float32's range and needs no scale: use granularity='none' and scale='none'.")
@@ -273,12 +275,12 @@ class Cast:
 
     def __str__(self) -> str:
         scaled = [] if self.granularity == "none" else [self.granularity, self.scale]
-        return " ".join([self.format, *scaled, self.rounding, *([self.transform] if self.turn.size else [])])
+        return " ".join([self.format, *scaled, self.rounding, *([self.transform] if self.transforming.size else [])])
 
     @property
-    def unturned(self) -> "Cast":
+    def without_transform(self) -> "Cast":
         """Return the cast without its transform, for a tensor that has been transformed."""
-        return replace(self, transform="none") if self.turn.size else self
+        return replace(self, transform="none") if self.transforming.size else self
 
 
 EXAMPLES = {
@@ -396,13 +398,13 @@ def _is_rounding(word: str) -> bool:
 
 
 @registry.cached
-def _parse_transform(text: str) -> Hadamard:
+def _parse_transform(text: str) -> Transform:
     if text == "none":
-        return Hadamard()
+        return Transform()
     registry.look_up(text)
     match = re.fullmatch(r"([^()]+)\((\d{1,4})(?:,(plain|fixed|redrawn))?\)", text)
     if match is not None and match[1] in registry.TRANSFORMS.here and int(match[2]) in TRANSFORM_SIZES:
-        return Hadamard(int(match[2]), match[3] or "fixed", match[1])  # type: ignore[arg-type]
+        return Transform(int(match[2]), match[3] or "fixed", match[1])  # type: ignore[arg-type]
     raise UserError(
         f"There is no transform {text!r}: choose 'none', 'hadamard(size)', 'hadamard(size,plain)' or "
         f"'hadamard(size,redrawn)' with a size of {', '.join(map(str, TRANSFORM_SIZES))}, or register one."
@@ -418,7 +420,7 @@ def _parse_cast(text: str) -> Cast:
         if registry.arguments(word)[0] not in registry.GRANULARITIES and (word != words[0] or spelled(word) is None):
             registry.look_up(word)
     if len(words) > 1 and words[-1].partition("(")[0] in registry.TRANSFORMS.here:
-        return replace(_parse_cast(" ".join(words[:-1])), transform=str(Hadamard.parse(words[-1])))
+        return replace(_parse_cast(" ".join(words[:-1])), transform=str(Transform.parse(words[-1])))
     rounding = words.pop() if len(words) > 1 and _is_rounding(words[-1]) else ""
     if len(words) == 1 and words[0] in NAMED_CASTS.here:
         named = NAMED_CASTS[words[0]]

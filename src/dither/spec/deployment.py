@@ -77,6 +77,7 @@ DEPLOYMENTS: Mapping[str, Deployment] = MappingProxyType(
             _entry("gguf-q8_0", "q8_0", None, (1, 32)),
             _entry("int4-g128", "int4-g128", None, (1, 128)),
             _entry("mxfp4", "mxfp4", None, (1, 32)),
+            _entry("mxfp4-w4a4", "mxfp4", "mxfp4", (1, 32), "transformers does not read experts with cast inputs"),
             _entry("nvfp4", "nvfp4", None, (1, 16), "transformers does not read the tensor scales of NVFP4 experts"),
             _entry("int4-g32", "int4-g32", None, (1, 32)),
             _entry("mxfp8", "mxfp8", "mxfp8", (1, 32), EXPERT_FP8),

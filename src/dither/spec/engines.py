@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from dither.errors import UserError
 from dither.files import Refused, from_json, read_text
-from dither.spec import PRODUCTS, Cast, Hadamard, LayerPrecision, did_you_mean
+from dither.spec import PRODUCTS, Cast, LayerPrecision, Transform, did_you_mean
 from dither.spec.levels import CONTAINERS
 
 CONTAINED = CONTAINERS["e4m3"][1:]
@@ -171,10 +171,11 @@ def engines_of(
         a, b = precision.casts(product)
         if product == "weight_grad" and transposed:
             a, b = b, a
-        turn, length = a.turn if a is not None else Hadamard(), sizes[product][2]
-        if turn.size > length and product != "weight_grad":  # tokens are padded
+        transforming, length = a.transforming if a is not None else Transform(), sizes[product][2]
+        if transforming.size > length and product != "weight_grad":  # tokens are padded
             raise UserError(
-                f"{product.replace('_', ' ')} product: {turn} is wider than the {length} features that the product sums over"
+                f"{product.replace('_', ' ')} product: {transforming} is wider than the {length} features that the product "
+                "sums over"
             )
         try:
             engines[product] = engine_for(a, b, sizes[product], capability, plain, verified)

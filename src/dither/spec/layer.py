@@ -162,14 +162,14 @@ class LayerPrecision:
         if not isinstance(self.requantize, bool):
             raise UserError(f"requantize is true or false, not {self.requantize!r}.")
         for operand, cast in zip(PRODUCTS["forward"], self.casts("forward"), strict=True) if self.requantize else ():
-            signed = cast is not None and (cast.turn.signs != "plain" or cast.turn.matrix != "hadamard")
+            signed = cast is not None and (cast.transforming.signs != "plain" or cast.transforming.matrix != "hadamard")
             if cast is not None and (signed or cast.round.bits or cast.scaling.kind == "delayed"):
                 raise UserError(
                     f"requantize=True reads the {operand} of the forward product again in backward, and its cast is "
                     f"{str(cast)!r}: use one without random bits and delayed scales, and without transform or with "
                     "hadamard(size,plain)."
                 )
-            if cast is not None and cast.turn.size and None in (*self.casts("input_grad"), *self.casts("weight_grad")):
+            if cast is not None and cast.transforming.size and None in (*self.casts("input_grad"), *self.casts("weight_grad")):
                 raise UserError(
                     f"requantize=True with {cast.transform} computes gradients of transformed operands: cast all operands of "
                     "the input_grad and weight_grad products."
@@ -318,3 +318,16 @@ def _overrides(casts: Any) -> tuple[Override, ...]:
         operands = (operand,) if dot else PRODUCTS.get(product, ("",))
         overrides += [Override(product, name, cast) for name in operands]  # type: ignore[arg-type]
     return tuple(overrides)
+
+
+CHUNK = 1 << 27
+"""Logits of a part, if a loss is computed in parts of the rows: 256 MiB in 16 bits."""
+
+
+def chunk_rows(words: int) -> int:
+    """Return the rows of a part for a vocabulary of so many words: a multiple of 128.
+
+    >>> chunk_rows(128_256), chunk_rows(50_257)
+    (1024, 2560)
+    """
+    return max(128, CHUNK // max(words, 1) // 128 * 128)

@@ -60,7 +60,7 @@ def families(casts: Iterable[Cast]) -> dict[Cast, Family]:
     """Return the family of each cast, for casts that share one with another."""
     groups: dict[object, set[Cast]] = {}
     for cast in set(casts):
-        plain = cast.kernel and cast.scaling.kind in SCALES and not cast.turn.size
+        plain = cast.kernel and cast.scaling.kind in SCALES and not cast.transforming.size
         if plain and any(cast.format in held for held in CONTAINERS.values()):
             groups.setdefault((cast.granularity, SCALES[cast.scaling.kind]), set()).add(cast)
     found: dict[Cast, Family] = {}

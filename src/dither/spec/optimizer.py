@@ -121,7 +121,11 @@ def stores(cast: Cast) -> bool:
     """
     square = cast.group.kind in ("tensor", "block")
     return (
-        cast.format == "e4m3" and square and cast.scaling.kind == "fp32" and cast.round.kind == "nearest" and not cast.turn.size
+        cast.format == "e4m3"
+        and square
+        and cast.scaling.kind == "fp32"
+        and cast.round.kind == "nearest"
+        and not cast.transforming.size
     )
 
 

@@ -315,7 +315,7 @@ def _definitions(plan: Plan) -> dict[str, Any]:
     """Return what the plan's casts need and Dither does not have: formats with their fields, and code by name."""
     precisions = [each for each in (plan.default, *(precision for _, precision in plan.layers)) if each is not None]
     casts = {cast for each in precisions for operand in OPERANDS for cast in each.casts_of(operand) if cast is not None}
-    words = {word for cast in casts for word in (cast.scaling.kind, cast.round.kind, cast.turn.matrix)}
+    words = {word for cast in casts for word in (cast.scaling.kind, cast.round.kind, cast.transforming.matrix)}
     formats = sorted({cast.format for cast in casts if registry.FORMATS.added(cast.format)})
     code = {kind: {name: table.origin[name] for name in sorted(words) if table.added(name)} for kind, table in CODE.items()}
     found = {"formats": [registry.FORMATS[name].to_dict() for name in formats], **code}

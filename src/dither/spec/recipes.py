@@ -268,6 +268,7 @@ _RECIPES = {
         "e2m1 block(128)",
         "e2m1 tile(128) stochastic(16)",
     ),
+    "fp6-block": _cast("FP6: e2m3, scaled like fp8-block.", "e2m3 tile(128)", "e2m3 block(128)", "e2m3 tile(128)"),
     "fp4-forward": _cast(
         "FP4 forward with a scale per 16 values; FP8 backward with one scale per tensor: gradients in e5m2, the rest in e4m3.",
         "e2m1 tile(16)",

@@ -8,7 +8,7 @@ A definition is a frozen object with a name. `register` puts it into the table o
     Recipe          RECIPES      dither.recipe("fp8-block")               data: a plan
     ScaleRule       SCALES       Cast.parse("e2m1 tile(32) pow2")         code: from a group to its scale
     RoundingRule    ROUNDINGS    Cast.parse("e2m1 nearest")               code: which of two neighbours
-    Transform       TRANSFORMS   Cast.parse("... hadamard(16)")           code: before the cast, along its axis
+    TransformRule   TRANSFORMS   Cast.parse("... hadamard(16)")           code: before the cast, along its axis
 
 The first three are defined beside what they build on (`spec.formats`, `spec.cast`, `spec.recipes`), the others here. Code is a
 function in plain torch, `reference`; built-in rules have none here, because `dither.ops.reference` knows them by name. A
@@ -197,11 +197,11 @@ class RoundingRule:
 
 
 @dataclass(frozen=True)
-class Transform:
+class TransformRule:
     """An orthogonal matrix that multiplies every few neighbours along the axis that a product sums over, before the cast.
 
     >>> import torch
-    >>> Transform("flip", lambda size: torch.eye(size).flip(0)).name  # in text: e2m1 tile(16) flip(16)
+    >>> TransformRule("flip", lambda size: torch.eye(size).flip(0)).name  # in text: e2m1 tile(16) flip(16)
     'flip'
     """
 
@@ -231,7 +231,7 @@ FORMATS: Table[Any] = Table("format")
 CASTS: Table[Any] = Table("cast")
 SCALES: Table[ScaleRule] = Table("scale rule")
 ROUNDINGS: Table[RoundingRule] = Table("rounding")
-TRANSFORMS: Table[Transform] = Table("transform")
+TRANSFORMS: Table[TransformRule] = Table("transform")
 RECIPES: Table[Any] = Table("recipe")
 
 TABLES: dict[str, Table[Any]] = {table.kind: table for table in (FORMATS, CASTS, SCALES, ROUNDINGS, TRANSFORMS, RECIPES)}
@@ -248,11 +248,13 @@ for _rule in (
     ScaleRule("bf16", about="compressed-tensors' integers: largest magnitude / half the range, in bfloat16", exported="bf16"),
     ScaleRule("q4_0", about="llama.cpp: largest magnitude to -8, with its sign, in float16", values=True, exported="fp16"),
     ScaleRule("q8_0", about="llama.cpp: largest magnitude / 127, in float16", exported="fp16"),
+    ScaleRule("pow2_mse", about="pow2 or twice that, with the smaller squared error", storage="pow2"),
     ScaleRule("static", about="the number in brackets, one scale per tensor", arguments=1, kernel=True),
     ScaleRule("four_over_six", about="nvfp4 for 6 or for 4, with the smaller squared error", storage="nvfp4", kernel=True),
     ScaleRule("eden", about="MS-EDEN: nvfp4, corrected per n values and rounded stochastically", arguments=1, storage="nvfp4"),
     ScaleRule("nvfp4", about="E4M3 per group and float32 per tensor", storage="nvfp4", kernel=True),
     ScaleRule("nvfp4_fixed", about="nvfp4 with the tensor scale in brackets", arguments=1, storage="nvfp4", kernel=True),
+    ScaleRule("nvfp4_mse", about="nvfp4_fixed times 3/4 to 3/2, with the smallest squared error", arguments=1, storage="nvfp4"),
     ScaleRule("delayed", about="float32, from the largest magnitudes of earlier steps", storage="delayed", kernel=True),
 ):
     SCALES.add(_rule)
@@ -265,7 +267,7 @@ for _rounding in (
     ROUNDINGS.add(_rounding)
 
 
-TRANSFORMS.add(Transform("hadamard", about="Hadamard matrix of Sylvester", kernel=True))
+TRANSFORMS.add(TransformRule("hadamard", about="Hadamard matrix of Sylvester", kernel=True))
 
 
 # Registering ----------------------------------------------------------------------------------------------------------
@@ -275,7 +277,7 @@ def register(*definitions: Any) -> Any:
     """Add definitions to the registry: all of them, or none if one is wrong. Return the first.
 
     Args:
-        definitions: Objects of the classes Format, ScaleRule, RoundingRule, Transform, NamedCast and Recipe.
+        definitions: Objects of the classes Format, ScaleRule, RoundingRule, TransformRule, NamedCast and Recipe.
 
     >>> from dither.spec.formats import Format
     >>> register(Format.from_values("steps-of-three", [-3, 0, 3])).bits

@@ -158,7 +158,7 @@ def _measured(x: Tensor, cast: Cast) -> CastOfTensor:
         counts["clipped"] / known,
         counts["flushed"] / known,
         _product_error(x, cast, options),
-        None if cast.turn.size or "amax" in options else _product_error(x, replace(cast, transform=TRANSFORM), options),
+        None if cast.transforming.size or "amax" in options else _product_error(x, replace(cast, transform=TRANSFORM), options),
         _histogram(codes),
     )
 
@@ -180,7 +180,7 @@ def _histogram(codes: Quantized) -> dict[float, float] | None:
     element = codes.cast.element
     if element.bits > 8:
         return None
-    length = -(-codes.shape[1] // max(codes.cast.turn.size, 1)) * max(codes.cast.turn.size, 1)  # transforms pad
+    length = -(-codes.shape[1] // max(codes.cast.transforming.size, 1)) * max(codes.cast.transforming.size, 1)  # transforms pad
     indices = unpack(codes.values.view(integer_dtype(element)), length, element).flatten().long()
     shares = torch.bincount(indices, minlength=1 << element.bits).double() / indices.numel()
     found = dict.fromkeys(element.values(), 0.0)

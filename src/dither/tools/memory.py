@@ -19,6 +19,7 @@ from dither.spec import SWIGLU_CAST, Cast, LayerPrecision, MemoryOptions, did_yo
 from dither.spec.engines import container
 from dither.spec.formats import TABLE, Format
 from dither.spec.gpus import GIB as GIB
+from dither.spec.layer import chunk_rows
 from dither.spec.modes import MODES
 from dither.spec.optimizer import BLOCKS, WHOLE, state_bytes
 from dither.spec.recipes import recipe
@@ -174,6 +175,8 @@ class Setting:
     """Format of the residual stream, as FSDP2's mixed precision sets it; None means that of the parameters."""
     memory: MemoryOptions = MemoryOptions()  # noqa: RUF009 (frozen)
     """Choice of the tensors that cast layers keep between forward and backward."""
+    chunked_logits: bool = False
+    """True if logits and their gradients are computed for some rows at a time (`precision.logits`)."""
     float_logits: bool = False
     """True if the loss keeps float32 logits and their gradients too; dither's own cross entropy does not."""
 
@@ -716,7 +719,8 @@ def _stage(shape: Shape, setting: Setting, passes: StepPasses, layout: Scheduled
     block_kept, block_codes = (tokens * each for each in block_activations(shape, setting, tp=tp))
     flight = in_flight(layout, passes.number, last=last)
     columns = math.ceil(shape.vocab / ALIGNED) * ALIGNED / tp
-    logits = tokens * columns * setting.logit_bytes if last else 0.0
+    rows = min(tokens, chunk_rows(shape.vocab)) if setting.chunked_logits else tokens
+    logits = rows * columns * setting.logit_bytes if last else 0.0
     ending = tokens * last_norm(shape, setting) / tp if last else 0.0
     accumulated = gradients if passes.number > 1 else 0.0
     forward = {**still, "gradients": accumulated, "weight_codes": copies}
@@ -730,6 +734,8 @@ def _stage(shape: Shape, setting: Setting, passes: StepPasses, layout: Scheduled
         again["gradients"] = max(accumulated, output / layout.dp_shard * g)
         moments["recompute"] = again
     moments["loss"] = {**forward, **everything, "logits": logits, "temporaries": ending + WORKSPACE + gathered}
+    if setting.chunked_logits:  # gradients of the output layer exist before the backward pass
+        moments["loss"]["gradients"] = max(accumulated, output / layout.dp_shard * g)
     # The last gradient is computed in the format of products before it is converted to its own; during the backward pass of
     # the first block, all gradients but its own exist.
     widest = (output or shape.output_weights / tp) * c

@@ -173,6 +173,8 @@ class Precision:
     """Layouts of a weight's codes that are held for a step: both, the forward product's, or none; see docs/memory.md."""
     swiglu: Literal["exact", "fp8"] = "exact"
     """Backward reads the inputs of SwiGLU as they are, or as FP8 codes, in half of the memory or less; see docs/memory.md."""
+    logits: Literal["whole", "chunked"] = "whole"
+    """Logits and their gradients are computed all at once, or for some rows at a time; see docs/memory.md."""
     times: str | None = None
     """With fp8-auto: file of measured times; on a GPU, what is missing is measured and added."""
 
@@ -185,6 +187,7 @@ class Precision:
             return
         self._check_output()
         self._check_stored()
+        self._check_logits()
         if self.recipe is not None and self.plan is not None:
             raise UserError(
                 f"precision.recipe={self.recipe!r} and precision.plan={self.plan!r} both set the casts: set only one."
@@ -203,6 +206,14 @@ class Precision:
             self._sampled(recipe("fp8-block"))  # a sampling that does not go with casts
         elif self.times is not None:
             raise UserError(f"precision.times={self.times!r} has no effect without the recipe fp8-auto: remove it.")
+
+    def _check_logits(self) -> None:
+        """Raise if the loss is to be computed in parts, and the output layer is cast."""
+        if self.logits == "chunked" and self.output is not None:
+            raise UserError(
+                f"precision.logits='chunked' is for an output layer without casts, and precision.output={self.output!r} casts "
+                "it: drop one."
+            )
 
     def _check_stored(self) -> None:
         """Raise if weights are to be stored in FP8 and another field needs them in another form."""
@@ -460,6 +471,8 @@ class Qat:
 
     format: Annotated[str, OneOf(DEPLOYMENTS)] | None = None
     """Format in which the model will be served, such as nvfp4, mxfp4 or fp8-block; by default none. --qat sets it."""
+    scales: Literal["largest", "search"] = "largest"
+    """Scales of weights by the largest magnitude of each group, or search for the smallest squared error: MXFP4 and NVFP4."""
     noise_until: Share = 0.0
     """Fraction of the steps, at the beginning, in which weights have GaussWS noise in place of casts."""
     noise_bits: Annotated[float, Within(1, 16)] = 4.0
@@ -701,6 +714,7 @@ class Config:
             "muon": ("optim.optimizer='muon'", self.optim.optimizer == "muon"),
             "lora": ("lora.rank", self.lora.rank is not None),
             "qat.noise_": ("qat.format", self.qat.format is not None),
+            "qat.scales": ("qat.format", self.qat.format is not None),
             "snip": ("snip.target", self.snip.target is not None),
             "loss_scaling": scaled,
             "guard.overflow_share": scaled,
@@ -737,6 +751,7 @@ class Config:
             "precision.schedule": bool(precision.schedule),
             "precision.sampling": precision.sampling is not None,
             "precision.output": precision.output is not None,
+            "precision.weights": precision.weights is not None,
             "snip.target": self.snip.target is not None,
             "monitor.fallback": self.monitor.fallback is not None,
         }

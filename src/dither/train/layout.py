@@ -272,7 +272,7 @@ def check_snip(config: Config) -> None:
     """Raise a UserError if no plan can reach the goal of `[snip]`. Models of Hugging Face are checked when they are built.
 
     >>> from dither.snip import SnipSettings
-    >>> check_snip(Config(snip=SnipSettings(target=0.5, pinned=("*.down=fp8",))))
+    >>> check_snip(Config(snip=SnipSettings(target=0.5, pinned=("*.down=fp8-block",))))
     Traceback (most recent call last):
     dither.errors.UserError: In [snip]: The pinned '*.down' matches no layer: there is model.layers.0.self_attn.q_proj, ...
     """

@@ -245,7 +245,7 @@ def with_measured(
 def qat_plans(config: Config, model: nn.Module, say: Callable[[str], None]) -> dict[str, Plan]:
     """Return the plans of training for a deployment format: of its casts, and of noise in the same layers before them."""
     assert config.qat.format is not None
-    plan = qat(model, config.qat.format, base=config.precision.load_plan(), say=say)
+    plan = qat(model, config.qat.format, scales=config.qat.scales, base=config.precision.load_plan(), say=say)
     if not config.qat.noise_until:
         return {QAT: plan}
     noise = Sampling(b_init=config.qat.noise_bits, b_target=config.qat.noise_bits, guidance=())

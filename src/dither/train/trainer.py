@@ -18,12 +18,13 @@ from dither.checkpoint.state import Resumed, pack, plan_of, unpack
 from dither.data import Batch, Corpus, Loader, held_out
 from dither.errors import UserError
 from dither.evaluate.held_out import Perplexity, batch_losses, evaluating
-from dither.models import CausalLM, build, compile_blocks, flops_per_token, hf
+from dither.models import CausalLM, HuggingFace, build, compile_blocks, flops_per_token, hf
 from dither.models.causal import PlainLM
 from dither.models.generation import PaddedLogits, default_prompt, sample_text
 from dither.models.lora import adapt, narrow_base
 from dither.models.open import check_same_base, load_weights, origin_of
 from dither.models.presets import blank, draw_parts
+from dither.models.transformers_models import check_output_layer
 from dither.nn import GraphedPasses, Linear, bitwidth_loss, convert, effective_precision, param_groups, step_context
 from dither.nn.bitwidths import block_bitwidths
 from dither.nn.frozen import FrozenLinear
@@ -36,6 +37,7 @@ from dither.optim.roles import Role
 from dither.parallel.apply import allocate
 from dither.snip.controller import Snip
 from dither.snip.dry_run import TrainingSetup
+from dither.spec.layer import chunk_rows
 from dither.spec.modes import MOST_NORM
 from dither.spec.random import Stream
 from dither.spec.schedule import PlanSchedule
@@ -115,6 +117,8 @@ class Trainer:
         if precision.weights == "fp8":
             _check_stored(config, ranks)
             store_weights(self.model)
+        if precision.logits == "chunked":
+            _chunk_loss(self.model, ranks)
         self.base: dict[str, Any] | None = None
         """The origin of the base of adapters; None if there are none."""
         if config.lora.rank is not None:
@@ -194,7 +198,7 @@ class Trainer:
         parts = [f"mode {chosen.mode}, which computes in {chosen.dtypes.plan.compute}"]
         if cast:
             engines = ", ".join(sorted({engine for layer in cast for engine in layer.engines}))
-            name = "plans by step" if chosen.schedule else chosen.recipe or chosen.plan or "the plan"
+            name = "plans by step" if chosen.schedule else chosen.recipe or chosen.plan or self.config.qat.format or "the plan"
             parts.append(f"{name} in {len(cast)} of {len(layers)} linear layers ({engines})")
         parts.append(f"states {chosen.states or chosen.dtypes.states}")
         parts += ["compiled"] * bool(self.compiled) + ["CUDA graphs"] * (self.passes.graphs is not None)
@@ -623,6 +627,18 @@ def _check_stored(config: Config, ranks: Ranks) -> None:
                 f"precision.weights='fp8' is for a whole model on one device, with AdamW and one plan, and here is {name}: "
                 "leave one of them out."
             )
+
+
+def _chunk_loss(model: CausalLM, ranks: Ranks) -> None:
+    """Let a model compute its loss in parts, or raise."""
+    if ranks.world > 1:
+        raise UserError(f"precision.logits='chunked' is for one device, and here are {ranks.world} ranks: leave it out.")
+    if isinstance(model, HuggingFace):
+        check_output_layer(model.hf)
+        layer: Any = model.get_output_embeddings()
+    else:
+        layer = model.lm_head
+    model.loss_rows = chunk_rows(layer.out_features)
 
 
 def _check_release(trainer: Trainer) -> None:

@@ -136,7 +136,7 @@ def _sharded_operands(outputs: bool, part: int, size: int) -> tuple[str, ...]:
 def _split(text: str, operand: str, outputs: bool, part: int, size: int, spanning: bool) -> str:
     """Return what is wrong with shards of `part` features for a cast, or a family of them; "" if nothing is."""
     for cast in map(Cast.parse, text.split("|")):
-        unit = max(cast.group.size, cast.turn.size, 1)  # powers of two
+        unit = max(cast.group.size, cast.transforming.size, 1)  # powers of two
         grouped = part % unit
         if grouped or (spans(cast) and not spanning):
             shards = f"its {size} {'outputs' if outputs else 'inputs'} sharded in parts of {part}"

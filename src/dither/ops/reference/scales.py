@@ -22,7 +22,7 @@ SMALLEST_TENSOR_SCALE = 2.0**-117
 EDEN_CLIP = 17 / 16 * 0.93
 """Factor of block scales in MS-EDEN, below which the largest values of a block are clipped (arXiv 2601.22813)."""
 
-LARGEST_BLOCK = {"nvfp4": E4M3.max, "nvfp4_fixed": E4M3.max, "four_over_six": 256.0, "eden": 256.0}
+LARGEST_BLOCK = {"nvfp4": E4M3.max, "nvfp4_fixed": E4M3.max, "nvfp4_mse": E4M3.max, "four_over_six": 256.0, "eden": 256.0}
 """The scale that a block has if its largest magnitude is that of the tensor. 256 leaves room for 384, which brings it to 4."""
 
 QUEST_CLIP = 2.92247856 / 6
@@ -122,6 +122,7 @@ def factors(
         quest            restore = QUEST_CLIP * root mean square of `values`, rounded down to a power of two
         nvfp4            tensor = tensor_amax / (448 format.max), restore = E4M3(`wider` * amax / format.max / tensor)
         nvfp4_fixed      the same for tensor = s
+        pow2_mse, nvfp4_mse    those of pow2 and nvfp4_fixed for `wider` amax: see `least_error`
         four_over_six    those of nvfp4 with 256 in place of 448, for 6 and 4: see `least_error`
         eden             the same for 6 / EDEN_CLIP, before the correction by `eden_factors`
         bf16             restore = BF16(amax / half the range of the integers, 7.5 or 127.5); values are divided by it
@@ -193,7 +194,7 @@ def factors(
             assert values is not None
             exponent = quest_exponent(torch.where(nothing | lost, 1.0, amax), values)
         else:
-            exponent = pow2_exponent(amax, format, scale.kind)
+            exponent = pow2_exponent(amax * wider, format, scale.kind)
         exponent = torch.where(nothing, 0, exponent)
         restore = torch.where(lost, torch.nan, power_of_two(exponent))
         multiply = torch.where(lost, torch.nan, power_of_two(-exponent))
@@ -270,7 +271,12 @@ def quest_exponent(amax: Tensor, values: Tensor) -> Tensor:
     return (first + ((mean.view(torch.int32) >> 23) - 127 >> 1)).clamp(-127, 127)
 
 
-SEARCHED = {"four_over_six": (1.0, 1.5), "mse": tuple(1.0 - i / 16 for i in range(9))}
+SEARCHED = {
+    "four_over_six": (1.0, 1.5),
+    "mse": tuple(1.0 - i / 16 for i in range(9)),
+    "pow2_mse": (1.0, 2.0),
+    "nvfp4_mse": (1.0, 1.5, 15 / 16, 14 / 16, 13 / 16, 12 / 16),
+}
 """Scales that `least_error` compares, as multiples of the one that brings amax to the format's largest value.
 
 1.5 brings it to 4 in E2M1: Four over six, arXiv 2512.02010."""

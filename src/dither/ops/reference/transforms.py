@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from dither.ops.reference import philox
 from dither.ops.reference import quantize as casts
-from dither.spec import Cast, Hadamard, registry
+from dither.spec import Cast, Transform, registry
 from dither.spec.formats import Format
 from dither.spec.random import Draw, Stream
 
@@ -20,7 +20,7 @@ WIDEST = 128
 """Signs that are drawn at once; narrower transforms take the first of them."""
 
 
-def transform(x: Tensor, turn: Hadamard, axis: int, place: Tensor | None) -> Tensor:
+def transform(x: Tensor, transforming: Transform, axis: int, place: Tensor | None) -> Tensor:
     """Return the matrix x, transformed along `axis`: float32, with that axis padded by zeros to a multiple of the width.
 
     Example, width 4 (for brevity) without signs: [1, 2, 3, 4] becomes [5, -1, -2, 0]. Rounds of (a, b) -> (a + b, a - b) on
@@ -29,24 +29,24 @@ def transform(x: Tensor, turn: Hadamard, axis: int, place: Tensor | None) -> Ten
     place: int64[3], the step, an unused number and the key by which redrawn signs are drawn; None for other signs.
     """
     lines = x.float() if axis == 1 else x.float().T
-    padded = F.pad(lines, (0, -lines.shape[1] % turn.size))
-    v = padded.reshape(padded.shape[0], padded.shape[1] // turn.size, turn.size)
-    if turn.signs != "plain":
-        v = v * signs(turn, place, x.device)
-    if turn.matrix == "hadamard":
-        for _ in range(turn.size.bit_length() - 1):
+    padded = F.pad(lines, (0, -lines.shape[1] % transforming.size))
+    v = padded.reshape(padded.shape[0], padded.shape[1] // transforming.size, transforming.size)
+    if transforming.signs != "plain":
+        v = v * signs(transforming, place, x.device)
+    if transforming.matrix == "hadamard":
+        for _ in range(transforming.size.bit_length() - 1):
             v = torch.cat((v[..., ::2] + v[..., 1::2], v[..., ::2] - v[..., 1::2]), dim=2)
-        v = v * turn.size**-0.5
+        v = v * transforming.size**-0.5
     else:
-        v = v @ _matrix(turn, x.device).T
-    turned: Tensor = v.reshape(padded.shape)
-    return turned if axis == 1 else turned.T.contiguous()
+        v = v @ _matrix(transforming, x.device).T
+    transformed: Tensor = v.reshape(padded.shape)
+    return transformed if axis == 1 else transformed.T.contiguous()
 
 
-def padded_shape(x: Tensor, turn: Hadamard, axis: int) -> list[int]:
+def padded_shape(x: Tensor, transforming: Transform, axis: int) -> list[int]:
     """Return the shape of the matrix x after the transform."""
     size = list(x.shape)
-    size[axis] = -(-size[axis] // turn.size) * turn.size
+    size[axis] = -(-size[axis] // transforming.size) * transforming.size
     return size
 
 
@@ -54,45 +54,47 @@ def quantize(
     x: Tensor, cast: Cast, axis: int, draw: Draw | None, place: Tensor | None, container: Format
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (codes of the transformed matrix x, scales of its groups, scale of the tensor): `transform`, then the cast."""
-    return casts.quantize(transform(x, cast.turn, axis, place), cast.unturned, axis, draw, None, container)
+    return casts.quantize(transform(x, cast.transforming, axis, place), cast.without_transform, axis, draw, None, container)
 
 
 def quantize_values(x: Tensor, cast: Cast, axis: int, draw: Draw | None, place: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return codes times the scales of their groups in BF16, [R, C] with the padding, and the scale of the tensor."""
-    (values,), tensor = casts.quantize_values(transform(x, cast.turn, axis, place), cast.unturned, (axis,), draw, None)
+    (values,), tensor = casts.quantize_values(
+        transform(x, cast.transforming, axis, place), cast.without_transform, (axis,), draw, None
+    )
     return values, tensor
 
 
-def inverse(x: Tensor, turn: Hadamard, axis: int, place: Tensor | None, length: int) -> Tensor:
+def inverse(x: Tensor, transforming: Transform, axis: int, place: Tensor | None, length: int) -> Tensor:
     """Return the matrix that `transform` brings to x, with `length` elements along `axis`; H is symmetric."""
-    if turn.matrix == "hadamard":
-        plain = transform(x, Hadamard(turn.size), axis, None)
+    if transforming.matrix == "hadamard":
+        plain = transform(x, Transform(transforming.size), axis, None)
     else:
         lines = x.float() if axis == 1 else x.float().T
-        v = lines.reshape(lines.shape[0], lines.shape[1] // turn.size, turn.size)
-        plain = (v @ _matrix(turn, x.device)).reshape(lines.shape)
+        v = lines.reshape(lines.shape[0], lines.shape[1] // transforming.size, transforming.size)
+        plain = (v @ _matrix(transforming, x.device)).reshape(lines.shape)
         plain = plain if axis == 1 else plain.T
-    if turn.signs != "plain":
-        row = signs(turn, place, x.device).repeat(plain.shape[axis] // turn.size)
+    if transforming.signs != "plain":
+        row = signs(transforming, place, x.device).repeat(plain.shape[axis] // transforming.size)
         plain = plain * (row if axis == 1 else row[:, None])
     return plain.narrow(axis, 0, length)
 
 
 @functools.cache
-def _matrix(turn: Hadamard, device: torch.device) -> Tensor:
+def _matrix(transforming: Transform, device: torch.device) -> Tensor:
     """Return the matrix of a registered transform."""
-    reference = registry.TRANSFORMS[turn.matrix].reference
+    reference = registry.TRANSFORMS[transforming.matrix].reference
     assert reference is not None
-    return reference(turn.size).to(device)  # type: ignore[no-any-return]
+    return reference(transforming.size).to(device)  # type: ignore[no-any-return]
 
 
-def signs(turn: Hadamard, place: Tensor | None, device: torch.device) -> Tensor:
+def signs(transforming: Transform, place: Tensor | None, device: torch.device) -> Tensor:
     """Return the signs of a transform, float32[size]: one random bit each, of the first row of a stream."""
-    if turn.signs == "fixed":
-        return _fixed(turn.size, device)
+    if transforming.signs == "fixed":
+        return _fixed(transforming.size, device)
     assert place is not None
     at = torch.cat((place[:1], torch.zeros_like(place[:1]), place[2:]))
-    return 1.0 - 2.0 * (philox.random_bits(Draw(0, at), 1, WIDEST, 8)[0, : turn.size] & 1)
+    return 1.0 - 2.0 * (philox.random_bits(Draw(0, at), 1, WIDEST, 8)[0, : transforming.size] & 1)
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from dither.ops.triton.philox import KEY_SHIFT, ROW_SHIFT, aligned, program_tile
 from dither.ops.triton.rounding import as_bits, draw_arguments, fields, rounding_constants, widen
 from dither.ops.triton.scales import E4M3, block_rounding, scaling_fields, store_factors, tensor_factor
 from dither.ops.triton.tiles import cast_tile, tile_values
-from dither.spec import Cast, Hadamard, groups
+from dither.spec import Cast, Transform, groups
 from dither.spec.formats import Format
 from dither.spec.random import Draw
 
@@ -191,12 +191,12 @@ def _cast_transformed_kernel(
         )  # fmt: skip
 
 
-def transform(x: Tensor, turn: Hadamard, axis: int, place: Tensor | None) -> Tensor:
+def transform(x: Tensor, transforming: Transform, axis: int, place: Tensor | None) -> Tensor:
     """Return the matrix x, transformed along `axis`: float32, with that axis padded by zeros to a multiple of the width."""
-    out = torch.empty(padded_shape(x, turn, axis), dtype=torch.float32, device=x.device)
+    out = torch.empty(padded_shape(x, transforming, axis), dtype=torch.float32, device=x.device)
     if out.numel():
-        signs = out if turn.signs == "plain" else reference.signs(turn, place, x.device)
-        _launch(tuple(x.shape), x.stride(), x.dtype, x.device, turn, axis)(x, signs, out)
+        signs = out if transforming.signs == "plain" else reference.signs(transforming, place, x.device)
+        _launch(tuple(x.shape), x.stride(), x.dtype, x.device, transforming, axis)(x, signs, out)
     return out
 
 
@@ -204,15 +204,15 @@ def quantize(
     x: Tensor, cast: Cast, axis: int, draw: Draw | None, place: Tensor | None, container: Format
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (codes of the transformed matrix x, scales of its tiles, scale of the tensor), in one launch, or two for nvfp4."""
-    transformed = x.new_empty(1).expand(padded_shape(x, cast.turn, axis))
-    values, scale = storage.known_empty_outputs(transformed, cast.unturned, axis, container)
+    transformed = x.new_empty(1).expand(padded_shape(x, cast.transforming, axis))
+    values, scale = storage.known_empty_outputs(transformed, cast.without_transform, axis, container)
     tensor = _cast(x, cast, axis, draw, place, container, values, scale, values=False)
     return values, scale, tensor
 
 
 def quantize_values(x: Tensor, cast: Cast, axis: int, draw: Draw | None, place: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return codes times the scales of their tiles in BF16, [R, C] with the padding, and the scale of the tensor."""
-    values = torch.empty(padded_shape(x, cast.turn, axis), dtype=torch.bfloat16, device=x.device)
+    values = torch.empty(padded_shape(x, cast.transforming, axis), dtype=torch.bfloat16, device=x.device)
     return values, _cast(x, cast, axis, draw, place, cast.element, values, values, values=True)
 
 
@@ -229,15 +229,15 @@ def _cast(
     values: bool,
 ) -> Tensor:
     """Write codes and scales, or values, and return the scale of the tensor; empty but for nvfp4."""
-    two_level, bare = cast.scaling.two_level, cast.unturned
+    two_level, bare = cast.scaling.two_level, cast.without_transform
     tensor = torch.empty(() if two_level else (0,), dtype=torch.float32, device=x.device)
     amax = torch.zeros((), dtype=torch.int32, device=x.device)
     if not x.numel():
         if two_level:
             store_factors(amax, tensor, bare)
         return tensor
-    signs = amax if cast.turn.signs == "plain" else reference.signs(cast.turn, place, x.device)
-    kind = tuple(x.shape), x.stride(), x.dtype, x.device, cast.turn, axis
+    signs = amax if cast.transforming.signs == "plain" else reference.signs(cast.transforming, place, x.device)
+    kind = tuple(x.shape), x.stride(), x.dtype, x.device, cast.transforming, axis
     if two_level:
         _amax_launch(*kind)(x, signs, amax)
     drawn = draw is not None, draw is not None and draw.step.dim() == 1, aligned(draw, cast.round.width)
@@ -248,10 +248,15 @@ def _cast(
 
 @functools.lru_cache(maxsize=4096)
 def _launch(
-    shape: tuple[int, int], stride: tuple[int, int], dtype: torch.dtype, device: torch.device, turn: Hadamard, axis: int
+    shape: tuple[int, int],
+    stride: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    transforming: Transform,
+    axis: int,
 ) -> BoundKernel:
     """Return the kernel for matrices of this shape. The dtype is part of the cache key."""
-    programs, numbers, constants, warps = _work(shape, stride, device, turn, axis)
+    programs, numbers, constants, warps = _work(shape, stride, device, transforming, axis)
     columns = shape[1] if axis == 0 else numbers[2]
     return BoundKernel(
         _transform_kernel,
@@ -264,10 +269,15 @@ def _launch(
 
 @functools.lru_cache(maxsize=4096)
 def _amax_launch(
-    shape: tuple[int, int], stride: tuple[int, int], dtype: torch.dtype, device: torch.device, turn: Hadamard, axis: int
+    shape: tuple[int, int],
+    stride: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    transforming: Transform,
+    axis: int,
 ) -> BoundKernel:
     """Return the kernel for the largest magnitude of such matrices after the transform."""
-    programs, numbers, constants, warps = _work(shape, stride, device, turn, axis)
+    programs, numbers, constants, warps = _work(shape, stride, device, transforming, axis)
     return BoundKernel(_transformed_amax_kernel, programs, numbers, constants, num_warps=warps)
 
 
@@ -277,7 +287,7 @@ def _cast_launch(
     stride: tuple[int, int],
     dtype: torch.dtype,
     device: torch.device,
-    turn: Hadamard,
+    transforming: Transform,
     axis: int,
     cast: Cast,
     container: Format,
@@ -285,7 +295,7 @@ def _cast_launch(
     values: tuple[int, int] | None,
 ) -> BoundKernel:
     """Return the kernel for casts of such matrices; `values` are the strides of BF16 numbers, or None for codes."""
-    programs, numbers, constants, warps = _work(shape, stride, device, turn, axis)
+    programs, numbers, constants, warps = _work(shape, stride, device, transforming, axis)
     line, element = groups.packed_length(numbers[2], container), 1
     if values is not None:
         line, element = values if axis == 1 else values[::-1]
@@ -312,17 +322,17 @@ def _cast_launch(
 
 
 def _work(
-    shape: tuple[int, int], stride: tuple[int, int], device: torch.device, turn: Hadamard, axis: int
+    shape: tuple[int, int], stride: tuple[int, int], device: torch.device, transforming: Transform, axis: int
 ) -> tuple[int, tuple[int, int, int, int, int], dict[str, Any], int]:
     """Return (programs, lines with their lengths and strides, constants, warps) of all kernels here."""
     lines, length = shape[1 - axis], shape[axis]
-    padded = -(-length // turn.size) * turn.size
+    padded = -(-length // transforming.size) * transforming.size
     P, Q = (32, 128) if axis == 1 else (64, 128)
     constants = {
-        "SIZE": turn.size,
-        "ROUNDS": turn.size.bit_length() - 1,
-        "SCALE": turn.size**-0.5,
-        "SIGNED": turn.signs != "plain",
+        "SIZE": transforming.size,
+        "ROUNDS": transforming.size.bit_length() - 1,
+        "SCALE": transforming.size**-0.5,
+        "SIGNED": transforming.signs != "plain",
         "NATIVE": native(device),
         "P": P,
         "Q": Q,
