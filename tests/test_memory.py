@@ -22,6 +22,7 @@ from dither.tools.memory import (
     code_bytes,
     estimate,
     largest_batch,
+    llama3_of,
     llama_of,
     shape_of,
 )
@@ -192,6 +193,18 @@ def test_static_parts_are_bytes_per_parameter():
     # The guide: AdamW in FP32 has 12 bytes of states and weights, in INT8 6 (blocks of 2048).
     guide = estimate(shape, Setting(mode="o1", states="int8", state_block=2048), StepPasses(sequence=64)).parts
     assert (guide["weights"] + guide["states"]) / shape.parameters == pytest.approx(6, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("lean", "checkpointing", "measured"), [(False, "none", 85.0), (True, "none", 65.5), (True, "full", 44.5)]
+)
+def test_peaks_of_8b_on_an_h200(lean, checkpointing, measured):
+    """transformers' Llama 3.1 8B with its own loss, 2 x 4096 tokens: docs/big-models.md."""
+    setting = Setting(mode="bf16-sr", precision=recipe("fp8-current").default, states="companded8", float_logits=True)
+    if lean:
+        setting = replace(setting, released=True, memory=MemoryOptions("input", "none"))
+    found = estimate(llama3_of(8e9), setting, StepPasses(batch=2, sequence=4096, checkpointing=checkpointing))
+    assert found.peak / GIB == pytest.approx(measured, rel=0.03)
 
 
 def test_moments_of_a_step():

@@ -1,5 +1,6 @@
 """`dither train`: which config its arguments mean, what it prints, its exit codes, and mistakes of one line."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -174,6 +175,57 @@ def test_a_preset_with_experts_is_a_mixtral(text: Path, tmp_path: Path) -> None:
     assert cli.main(["train", "--data", str(text), "--out", str(out), *SMALL, *sizes]) == 0
     model = open_model(out).model
     assert (model.config.model_type, model.config.num_local_experts, model.config.vocab_size) == ("mixtral", 2, 257)
+
+
+def test_gpu_memory_chooses_what_costs_least_and_fits(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = []
+
+    def run(config: Config, **_: object) -> Outcome:
+        begun.append(config)
+        return Outcome(
+            code=0, how="done", step=0, folder=tmp_path, why="", loss=None, bits_per_byte=None, unigram=None, seconds=0.0
+        )
+
+    monkeypatch.setattr("dither.train.loop.train", run)
+    monkeypatch.setattr("dither.tools.recommend.gpus_here", lambda: (GPUS["h200"],))
+    config = {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "vocab_size": 128256,
+    }
+    config |= {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 8192}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["train", "--data", str(text), "data.sequence=4096", "data.batch=2", f"model.hf={tmp_path / 'config.json'}"]
+    chosen = {}
+    for size in ("24GB", "48GB", "80GB", "all"):
+        assert cli.main([*words, "--gpu-memory", size]) == 0
+        chosen[size] = begun[-1]
+    said = capsys.readouterr().out
+    assert "cost             precision.weights=fp8: weights have 4 significant bits" in said
+    assert "expected memory  20.2 of 22.0 GiB (estimate)" in said
+    small, middle, large, whole = chosen.values()
+    assert (small.precision.weights, small.precision.states, small.parallel.checkpointing) == ("fp8", "dynamic4", "full")
+    assert (middle.precision.weights, middle.precision.states, middle.optim.release_gradients) == (None, "companded8", True)
+    assert (large.precision.logits, large.precision.hold, large.parallel.checkpointing) == ("chunked", "both", "none")
+    assert whole.precision.states is None
+    # What is set stays. Gradients of several passes accumulate, and are not released.
+    assert cli.main([*words, "--gpu-memory", "80GB", "--set", "data.batch=8", "precision.recipe=fp8-block"]) == 0
+    found = begun[-1]
+    assert (found.precision.recipe, found.data.micro_batch, found.optim.release_gradients) == ("fp8-block", 2, False)
+    assert cli.main([*words, "--gpu-memory", "48GB", "--set", "data.micro_batch=1", "precision.states=bf16"]) == 2
+    assert "precision.states=bf16" in capsys.readouterr().err
+    for more, message in (
+        (["--gpu-memory", "16GB"], "needs 20.2 GiB at least .*14.4 of 16 GiB can be used: what fits is a GPU with 23 GiB"),
+        (["--gpu-memory", "big"], "such as 24GB or 80GB, not 'big'"),
+        (["--gpu-memory", "24GB", "--fast"], "leave out --fast"),
+        (["--gpu-memory", "24GB", "--set", "snip.target=0.5", "precision.recipe=fp8-block"], "leave out lora, snip"),
+    ):
+        assert cli.main([*words, *more]) == 2
+        assert re.search(message, capsys.readouterr().err)
 
 
 def test_fast_takes_what_was_measured_and_leaves_what_is_set(

@@ -3,8 +3,9 @@
     python reproduce/qat/table.py --data SOURCE --out results/qat           # 34M parameters, three seeds, on one GPU
     python reproduce/qat/table.py --out /tmp/qat --tiny                     # a try on a CPU
 
-Each seed trains a model in BF16 and exports it, rounded to nearest. From the same weights it trains for each format: with
-straight-through gradients, with the BF16 model as teacher too, and after GaussWS noise. Complete runs are not repeated.
+Each seed trains a model in BF16 and exports it, rounded to nearest. From the same weights, with as many more steps each, it
+trains in BF16 and rounds to nearest, and for each format: with straight-through gradients, with the BF16 model as teacher too,
+and after GaussWS noise. Complete runs are not repeated.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 FORMATS = ("int4-g32", "mxfp4", "nvfp4", "gguf-q4_0")
+MORE = "more BF16, to nearest"
 ARMS = {"QAT": [], "QAT, teacher": ["--teacher", "{base}"], "noise, then QAT": ["--set", "qat.noise_until=0.5"]}
 
 FULL = {
@@ -94,7 +96,7 @@ def exported_loss(run: Path, place: Path, format: str, settings: dict, *words: s
 def losses(seed: int, out: Path, settings: dict) -> dict[str, dict[str, float]]:
     """Train and export all arms of a seed. Return {arm: {format: loss}}."""
     folder = out / f"seed-{seed}"
-    base, found = folder / "base", {"BF16": {}, "rounded to nearest": {}, **{arm: {} for arm in ARMS}}
+    base, found = folder / "base", {arm: {} for arm in ("BF16", "to nearest", MORE, *ARMS)}
     common = [f"run.device={settings['device']}", "run.sample_every=0", "run.eval_every=0", "run.save_every=0"]
 
     def train(run: Path, steps: int, lr: float, *words: str) -> None:
@@ -104,10 +106,13 @@ def losses(seed: int, out: Path, settings: dict) -> dict[str, dict[str, float]]:
     size = [f"model.preset={settings['model']}", f"data.batch={settings['batch']}", f"data.sequence={settings['sequence']}"]
     data = ["--data", settings["data"]] if settings["data"] else []
     train(base, settings["steps"], settings["lr"], *data, "--set", *size, f"run.seed={seed}")
+    more = folder / "more"
+    train(more, settings["more"], settings["lr"] / 10, "--from", str(base))
     dense = exported_loss(base, folder / "bf16", "bf16", settings)
     for format in settings["formats"]:
         found["BF16"][format] = dense
-        found["rounded to nearest"][format] = exported_loss(base, folder / f"nearest-{format}", format, settings)
+        found["to nearest"][format] = exported_loss(base, folder / f"nearest-{format}", format, settings)
+        found[MORE][format] = exported_loss(more, folder / f"more-{format}", format, settings)
         for arm, words in ARMS.items():
             run = folder / f"{arm.replace(', ', '-').replace(' ', '-')}-{format}"
             words = [word.format(base=base) for word in words]
@@ -135,12 +140,13 @@ def main() -> None:
     parser.add_argument("--data", default="", help="text or prepared tokens; by default Python's standard library")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU, one seed")
-    parser.add_argument("--formats", nargs="+", default=list(FORMATS))
+    parser.add_argument("--formats", nargs="+", help=f"by default {', '.join(FORMATS)}; with --tiny nvfp4")
     parser.add_argument("--set", nargs="*", default=[], help="other sizes, such as steps=200 seeds=1")
     given = parser.parse_args()
+    formats = given.formats or (["nvfp4"] if given.tiny else list(FORMATS))
     settings = dict(TINY if given.tiny else FULL) | {
         "data": given.data,
-        "formats": given.formats,
+        "formats": formats,
         "count": 16 if given.tiny else 512,
     }
     for word in given.set:

@@ -278,9 +278,9 @@ def test_int4_has_the_codes_and_scales_of_compressed_tensors(size):
     groups = weight.view(64, -1, size)
     scale = qparams.calculate_qparams(groups.amin(-1), groups.amax(-1), args)[0].bfloat16()
     codes = forward.quantize(weight, scale, None, args, dtype=torch.int8)
-    format = FORMATS[f"int4-g{size}"]
-    found = format.tensors(format.quantize(weight))
+    quantized = dither.quantize(weight, f"int4-g{size}")
+    found = FORMATS[f"int4-g{size}"].tensors(quantized)
     assert torch.equal(found["weight_scale"], scale)
     assert torch.equal(found["weight_packed"], packing.pack_to_int32(codes, 4))
     read = forward.dequantize(packing.unpack_from_int32(found["weight_packed"], 4, weight.shape), scale, None, args)
-    assert torch.equal(read, format.quantize(weight).dequantize(torch.bfloat16))
+    assert torch.equal(read, quantized.dequantize(torch.bfloat16))

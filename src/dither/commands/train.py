@@ -49,6 +49,7 @@ def train(
     out: Annotated[str | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None,
     nproc: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
     fast: Switch = False,
+    gpu_memory: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None,
     fields: Switch = False,
 ) -> int:
     """Train a language model, or resume a run.
@@ -74,11 +75,13 @@ def train(
         fast: Choose what was measured to be fastest for this model on this GPU and fits: FP8 products, BF16 weights and states
             with stochastic rounding, an FP8 output layer, and options that save memory. Fields that you set stay as they are.
             precision.recipe=auto does the same.
+        gpu_memory: Choose what costs least and fits into a GPU of this memory, such as 24GB, or "all" for that of the GPU here:
+            formats of weights and states, released gradients, checkpointing and micro-batches. Prints each choice and its cost.
         fields: Print every field with its type, default and meaning, and do not train.
     """
     from dither.commands.launch import launch
     from dither.report.figures import line_images
-    from dither.tools.recommend import fastest_config
+    from dither.tools.recommend import fastest_config, fitted_config, memory_of
     from dither.train.loop import Outcome
     from dither.train.loop import train as run
     from dither.train.records import Progress
@@ -95,12 +98,20 @@ def train(
     named = {"qat.format": qat, "qat.teacher": teacher}
     settings = (*(f"{field}={value}" for field, value in named.items() if value is not None), *given, *sum(set, ()))
     config = resolve(file, data=sources, settings=settings, resume=how, start_from=start_from, out=out or folder)
+    if gpu_memory is not None and (fast or nproc is not None or config.precision.recipe == AUTO):
+        raise UserError(
+            "--gpu-memory chooses settings for one GPU itself: leave out --fast, precision.recipe=auto and --nproc."
+        )
     if nproc is not None:
         config.parallel.sizes(nproc)
         return launch(nproc, _words(file, sources, settings, how, start_from, out or folder, fast=fast))
-    if fast or config.precision.recipe == AUTO:
-        stored = Path(config.run.out)
-        config, lines = fastest_config(config, _stored(stored) if how and os.path.isfile(stored / CONFIG) else None)
+    if fast or gpu_memory is not None or config.precision.recipe == AUTO:
+        folder_of_run = Path(config.run.out)
+        stored = _stored(folder_of_run) if how and os.path.isfile(folder_of_run / CONFIG) else None
+        if gpu_memory is not None:
+            config, lines = fitted_config(config, None if gpu_memory == "all" else memory_of(gpu_memory), stored)
+        else:
+            config, lines = fastest_config(config, stored)
         for line in lines if os.environ.get("RANK", "0") == "0" else ():
             print(line)
     with Progress(sys.stdout, steps=config.run.steps) as progress:

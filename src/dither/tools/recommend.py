@@ -4,10 +4,13 @@ Recommendations are based on measurements on an H200 (docs/benchmarks.md), and s
 one GPU; the parts of an estimate of `dither.tools.memory` help to divide a model over several.
 """
 
+import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -16,7 +19,7 @@ from dither.models import PRESETS
 from dither.nn.linear import slowdown as slowdown_of
 from dither.settings import override, value_at
 from dither.spec import MemoryOptions
-from dither.spec.gpus import GIB, Gpu
+from dither.spec.gpus import CONTEXT, GIB, MARGIN, Gpu
 from dither.spec.modes import AUTO
 from dither.tools.memory import (
     Checkpointing,
@@ -291,7 +294,204 @@ def _setting(chosen: Mapping[str, Any]) -> Setting:
     """Return what the memory of a run depends on, from values by path in a config."""
     choice = PrecisionChoice(chosen["precision.mode"], chosen.get("precision.recipe"), chosen.get("precision.states"))
     memory = MemoryOptions(chosen.get("precision.save", "codes"), chosen.get("precision.hold", "both"))
-    return replace(choice.setting, memory=memory, released="optim.release_gradients" in chosen)
+    return replace(
+        choice.setting,
+        memory=memory,
+        released=bool(chosen.get("optim.release_gradients")),
+        weights=chosen.get("precision.weights"),
+        chunked_logits=chosen.get("precision.logits") == "chunked",
+    )
+
+
+# Within a given memory ---------------------------------------------------------------------------------------------------
+
+
+class Saving(NamedTuple):
+    """Settings that save memory, and what they cost."""
+
+    settings: Mapping[str, Any]
+    cost: str
+
+
+SAVINGS = (
+    Saving({"precision.states": "companded8"}, "no difference in losses was found, and steps are hardly slower"),
+    Saving({"precision.logits": "chunked"}, "the same loss and products; the output layer is not cast"),
+    Saving({"precision.save": "input", "precision.hold": "none"}, "1 to 3 % of the speed, and the same numbers"),
+    Saving(
+        {"optim.release_gradients": True, "optim.clip_norm": "previous"},
+        "gradients are clipped by the norm of the previous step; at 8B this and the two before it cost 2 % of the speed",
+    ),
+    Saving({"parallel.checkpointing": "full"}, "a quarter of the speed (8B on an H200), and the same numbers"),
+    Saving({"precision.weights": "fp8"}, "weights have 4 significant bits and noise; the effect on losses was not measured"),
+    Saving({"precision.states": "dynamic4"}, "states of 4 bits; the effect on losses was not measured"),
+)
+"""In the order in which they cost speed, and then quality; each in addition to those before it."""
+
+CHEAP = 3
+"""The first savings cost next to nothing: with fewer of them a step is not divided into passes."""
+
+RELEASED = "optim.release_gradients"
+
+FIT_FIELDS = (
+    "precision.mode",
+    "precision.recipe",
+    "data.micro_batch",
+    *dict.fromkeys(path for saving in SAVINGS for path in saving.settings),
+)
+"""The fields that `within` may set."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Settings with which a model trains in a given memory, with the reason for each."""
+
+    settings: Mapping[str, Any]
+    """Values by path in a config."""
+    costs: tuple[str, ...]
+    """What each choice costs, in the order in which they were made."""
+    estimate: MemoryEstimate
+    passes: StepPasses
+
+
+def within(shape: Shape, gpu: Gpu, batch: int, sequence: int, fixed: Mapping[str, Any] = MappingProxyType({})) -> Fitted:
+    """Return the settings that cost least with which a step of `batch` sequences fits into the memory of a GPU.
+
+    Savings are added one by one. From the third on, a step is also divided into passes of fewer sequences, of 2,048 tokens or
+    more; gradients of several passes accumulate, and are not released. If nothing fits, a UserError says what would.
+
+    Args:
+        shape: Sizes of the model.
+        gpu: The GPU, whose `usable` bytes are the limit.
+        batch: Sequences per step.
+        sequence: Tokens per sequence.
+        fixed: Values by path in a config that are set already.
+
+    >>> from dither.spec.gpus import GPUS
+    >>> from dither.tools.memory import llama3_of
+    >>> found = within(llama3_of(8e9), GPUS["h200"], 2, 4096)
+    >>> dict(found.settings), round(found.estimate.peak / GIB)
+    ({'precision.mode': 'bf16-sr', 'precision.recipe': 'fp8-current'}, 92)
+    """
+    casts = gpu.capability is not None and gpu.capability >= (8, 9) and shape.parameters >= FP8_FASTER_FROM
+    base: dict[str, Any] = {"precision.mode": "bf16-sr"} | ({"precision.recipe": "fp8-current"} if casts else {})
+    base |= {path: value for path, value in fixed.items() if path in FIT_FIELDS}
+    tried: list[Fitted] = []
+    for number in range(len(SAVINGS) + 1):
+        savings = [saving for saving in SAVINGS[:number] if _applies(saving, fixed, base)]
+        if number and not _applies(SAVINGS[number - 1], fixed, base):
+            continue
+        chosen = base | {path: value for saving in savings for path, value in saving.settings.items()}
+        for part in _micro_batches(batch, sequence, fixed, number >= CHEAP):
+            settings = chosen if part == batch else {**_accumulating(chosen, fixed), "data.micro_batch": part}
+            again: Checkpointing = settings.get("parallel.checkpointing", "none")
+            passes = StepPasses(batch=part, sequence=sequence, number=batch // part, checkpointing=again)
+            if part < batch and RELEASED in settings:
+                continue  # set by the user: there is one pass then
+            found = estimate(shape, _setting(settings), passes)
+            costs = tuple(
+                f"{' '.join(f'{path}={value}' for path, value in saving.settings.items() if settings.get(path) == value)}: "
+                f"{saving.cost}"
+                for saving in savings
+                if all(settings.get(path) == value for path, value in saving.settings.items())
+            )
+            if part < batch:
+                costs += (f"data.micro_batch={part}: gradients of {batch // part} passes accumulate; the same step",)
+            tried.append(Fitted(settings, costs, found, passes))
+            if found.peak <= gpu.usable:
+                return tried[-1]
+    raise UserError(_too_small(shape, gpu, batch, sequence, tried))
+
+
+def _applies(saving: Saving, fixed: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
+    """Return whether a saving can be chosen: no field of it is set to something else, and FP8 weights need casts."""
+    if "precision.weights" in saving.settings and base.get("precision.recipe") != "fp8-current":
+        return False
+    if "precision.save" in saving.settings and base.get("precision.recipe") is None:
+        return False
+    return all(fixed.get(path, value) == value for path, value in saving.settings.items())
+
+
+def _accumulating(chosen: Mapping[str, Any], fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings without released gradients, unless they are set."""
+    return {path: value for path, value in chosen.items() if path in fixed or path not in (RELEASED, "optim.clip_norm")}
+
+
+def _micro_batches(batch: int, sequence: int, fixed: Mapping[str, Any], several: bool) -> list[int]:
+    """Return the sequences per pass to try: the whole batch, and if `several` its divisors from 2,048 tokens on."""
+    if fixed.get("data.micro_batch") is not None or not several:
+        return [int(fixed.get("data.micro_batch") or batch)]
+    least = min(batch, max(1, 2048 // sequence))
+    return [part for part in range(batch, least - 1, -1) if batch % part == 0]
+
+
+def _too_small(shape: Shape, gpu: Gpu, batch: int, sequence: int, tried: Sequence[Fitted]) -> str:
+    """Return one sentence: the smallest peak, and what would fit."""
+    best = min(tried, key=lambda fitted: fitted.estimate.peak)
+    needs = math.ceil((best.estimate.peak + CONTEXT) / (1 - MARGIN) / GIB)
+    fits = [f"a GPU with {needs} GiB"]
+    leanest = tried[-1].settings if tried[-1].passes.number == 1 else best.settings
+    leanest = {path: value for path, value in leanest.items() if path != "data.micro_batch"}
+    for length in (sequence, 2048, 1024, 512):
+        again: Checkpointing = leanest.get("parallel.checkpointing", "none")
+        small = StepPasses(batch=1, sequence=length, checkpointing=again)
+        if (
+            length <= sequence
+            and (batch, sequence) != (1, length)
+            and estimate(shape, _setting(leanest), small).peak <= gpu.usable
+        ):
+            fits.append(f"data.batch=1 data.sequence={length}")
+            break
+    return (
+        f"A step of {batch} x {sequence} tokens of {shape.parameters:,} parameters needs {best.estimate.peak / GIB:.1f} GiB at "
+        f"least ({' '.join(f'{path}={value}' for path, value in best.settings.items())}), and {gpu.usable / GIB:.1f} of "
+        f"{gpu.memory / GIB:.0f} GiB can be used: what fits is {', or '.join(fits)}."
+    )
+
+
+def memory_of(text: str) -> int:
+    """Return the bytes of a GPU's memory as its label says it: 24GB is 24 GiB.
+
+    >>> memory_of("24GB") == memory_of("24") == 24 * GIB
+    True
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:gi?b?)?\s*", text, re.IGNORECASE)
+    if found is None or not 1 <= float(found[1]) <= 4096:
+        raise UserError(f"--gpu-memory is the memory of a GPU, such as 24GB or 80GB, not {text!r:.40}.")
+    return round(float(found[1]) * GIB)
+
+
+def fitted_config(config: Config, memory: int | None, stored: Config | None = None) -> tuple[Config, list[str]]:
+    """Return a config whose step fits into `memory` bytes, or into that of this machine's GPU, and lines that say how.
+
+    Fields that the config sets stay as they are.
+
+    Args:
+        config: The config of a run.
+        memory: Bytes of the GPU to train on; at most those of the GPU that is here.
+        stored: The config of the run that resumes, whose choices are kept.
+    """
+    default = Config()
+    open_fields = [path for path in FIT_FIELDS if value_at(config, path) == value_at(default, path)]
+    if stored is not None:
+        return override(config, values={path: value_at(stored, path) for path in open_fields}), []
+    if config.lora.rank is not None or config.snip.target is not None or config.precision.plan or config.precision.schedule:
+        raise UserError("--gpu-memory chooses one recipe for a whole model: leave out lora, snip, precision.plan and schedule.")
+    here = next(iter(gpus_here() if config.run.device != "cpu" else ()), None)
+    if here is None and memory is None:
+        raise UserError("There is no GPU here: name the memory to fit into, such as --gpu-memory 24GB.")
+    gpu = here or Gpu("a GPU with FP8 units", (8, 9), memory or 0)
+    gpu = replace(gpu, memory=min(gpu.memory, memory or gpu.memory))
+    fixed = {path: value_at(config, path) for path in FIT_FIELDS if path not in open_fields}
+    if config.precision.output is not None:
+        fixed |= {"precision.logits": "whole", "precision.weights": None}
+    found = within(shape_of_section(config.model, config.model.vocab), gpu, config.data.batch, config.data.sequence, fixed)
+    taken = {path: value for path, value in found.settings.items() if path in open_fields}
+    lines = [
+        f"Fit into {gpu.memory / GIB:.0f} GiB of {gpu.name}: {' '.join(f'{path}={value}' for path, value in taken.items())}",
+        f"expected memory  {found.estimate.peak / GIB:.1f} of {gpu.usable / GIB:.1f} GiB (estimate)",
+        *(f"cost             {cost}" for cost in found.costs),
+    ]
+    return override(config, values=taken), lines
 
 
 @dataclass(frozen=True)

@@ -667,7 +667,11 @@ def _model(config: Config, corpus: Corpus, device: torch.device) -> CausalLM:
     # The base of adapters is never needed in float32: its codes are made from the weights as they are in the files, or are
     # those of the files.
     source, adapts = config.model.hf or config.model.mixtral(config.model.vocab or tokens), config.lora.rank is not None
-    model = hf(source, seed=seed, device=device, dtype=None if adapts else torch.float32, codes=adapts)
+    plan = config.precision.dtypes.plan
+    # Without masters, parameters become BF16 anyway: in float32 they might not fit into a GPU that trains them.
+    narrow = plan.parameters == "bf16" and not plan.master
+    dtype = None if adapts else torch.bfloat16 if narrow else torch.float32
+    model = hf(source, seed=seed, device=device, dtype=dtype, codes=adapts)
     if model.embedding.num_embeddings < tokens:
         raise UserError(
             f"The model has a vocabulary of {model.embedding.num_embeddings} tokens, and the tokenizer has {tokens}: increase "
