@@ -780,6 +780,8 @@ class Config:
             "precision.sampling": self.precision.sampling is not None,
             "precision.output": self.precision.output is not None,
             "optim.optimizer='adam-mini'": self.optim.optimizer == "adam-mini",
+            "muon.embedding_lr": self.muon.embedding_lr is not None,
+            "muon.output_lr": self.muon.output_lr is not None,
             "monitor.every": self.monitor.every > 0,
         }
         for name, there in obstacles.items():
