@@ -19,8 +19,8 @@ from dither.errors import UserError
 from dither.exporting import FORMATS
 from dither.models import build
 from dither.models.open import open_model
-from dither.nn import Linear
-from dither.nn.frozen import FrozenLinear
+from dither.nn import Linear, clipping
+from dither.nn.frozen import FrozenLinear, freeze_base
 from dither.nn.sites import converted_layers
 from dither.settings import override
 from dither.spec.deployment import DEPLOYMENTS
@@ -332,3 +332,163 @@ def test_searched_scales_have_no_larger_error_and_are_exported(format, plain, tm
     assert torch.equal(dither.quantize(weight, cast).values.view(torch.uint8), values.view(torch.uint8))
     with pytest.raises(UserError, match=r"scales='search' is for .*mxfp4.*, not for 'int4-g32'"):
         dither.qat(build("tiny"), "int4-g32", scales="search")
+
+
+# Learned clipping -------------------------------------------------------------------------------------------------------
+
+
+def lsq(weight: torch.Tensor, gamma: torch.Tensor, cast: dither.Cast, unit: torch.Tensor, w_hat: torch.Tensor) -> torch.Tensor:
+    """Return the numbers `w_hat` of a cast in float64, with scales `unit` at `gamma`, straight through all roundings."""
+    lowest = -8.0 if cast.scaling.kind in ("bf16", "q4_0") else -cast.element.max
+    step = unit * (gamma / gamma.detach())  # in proportion to gamma
+    level = (weight / step).clamp(lowest, cast.element.max)
+    rounding = w_hat / unit - level.detach()
+    assert rounding.abs().max() <= (1.0 if cast.format == "e2m1" else 0.57)  # Q8_0 has steps of a scale that it then rounds
+    return step * (level + rounding)
+
+
+@pytest.mark.parametrize("format", ["int4-g32", "int4-g128", "int8", "mxfp4", "nvfp4", "gguf-q4_0", "gguf-q8_0"])
+def test_the_gradient_of_a_learned_clip_is_that_of_lsq(format):
+    cast = DEPLOYMENTS[format].cast
+    layer = Linear(128, 16, bias=False, precision=DEPLOYMENTS[format].precision(learned_clip=True), name="up")
+    random = torch.Generator().manual_seed(3)
+    x, dy = torch.randn(32, 128, generator=random), torch.randn(32, 16, generator=random)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(16, 128, generator=random))
+        layer.clip.copy_(torch.rand(layer.clip.shape, generator=random) * 0.5 + 0.4)
+    with dither.step_context(layer, step=0):
+        y = layer(x)
+        y.backward(dy)
+    weight, gamma = (each.detach().double() for each in (layer.weight, layer.clip))
+    operand = layer.clipped_weight()
+    codes = dither.quantize(operand, cast)
+    unit = codes.scale.double() * (1 if codes.tensor_scale is None else codes.tensor_scale.double())
+    groups = weight.view(*gamma.shape, -1).requires_grad_()
+    gamma = gamma.requires_grad_()
+    limit = gamma * groups.detach().abs().amax(-1)
+    below = torch.minimum(torch.maximum(groups, -limit[..., None]), limit[..., None])
+    w_hat = lsq(below, gamma[..., None], cast, unit[..., None], dither.fake_quantize(operand, cast).double().view_as(groups))
+    x_hat = x if DEPLOYMENTS[format].input_cast is None else dither.fake_quantize(x, DEPLOYMENTS[format].input_cast)
+    (dy.double().T @ x_hat.double()).view_as(groups).mul(w_hat).sum().backward()
+    torch.testing.assert_close(layer.clip.grad.double(), gamma.grad, rtol=1e-4, atol=1e-4)
+    inside = (groups.abs() <= limit[..., None]).view_as(operand)
+    wanted = (dy.T @ x_hat) * inside
+    torch.testing.assert_close(layer.weight.grad, wanted, rtol=1e-4, atol=1e-4)
+    assert 0.5 < inside.double().mean() < 0.999
+
+
+@pytest.mark.sampled(only=["nvfp4", "gguf-q4_0"])
+@pytest.mark.parametrize("format", ["int4-g32", "int8", "mxfp4", "nvfp4", "gguf-q4_0"])
+def test_the_export_has_the_codes_of_learned_clips(format, base, tmp_path):
+    """Also after a resumed run, in BF16 weights rounded stochastically, and of the model itself."""
+    settings = (f"qat.format={format}", "qat.scales=learned", "precision.mode=bf16-sr", "precision.states=companded8")
+    run = start(base, f"learned-{format}", *settings, "optim.lr=0.05")
+    again = tmp_path / "again"
+    shutil.copytree(run, again)
+    shutil.rmtree(again / "checkpoints" / "step-00000004")
+    train(resolve(None, resume=True, out=str(again)), resume=True)
+    first, second = saved(run), saved(again)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+    trained, plain = open_model(run, as_trained=True).model, open_model(run).model
+    name, layer = next((name, layer) for name, layer in converted_layers(trained).items() if not layer.precision.plain)
+    assert layer.clip.dtype == torch.float32
+    assert layer.clip.min() < 0.97
+    with dither.step_context(trained, step=0):
+        codes = layer.cache.codes.along
+        held = layer.clipped_weight()
+    weight = plain.get_submodule(name).weight
+    assert torch.equal(weight, held)  # what other commands open is what the layer casts
+    assert not torch.equal(weight, layer.weight)
+    files = []
+    if DEPLOYMENTS[format].gguf:
+        for index, model in enumerate((trained, plain)):
+            dither.export(model, tmp_path / f"{index}.gguf", format=format)
+            files.append((tmp_path / f"{index}.gguf").read_bytes().replace(f"{index}.gguf".encode(), b""))
+        wanted = dither.quantize(held.float(), layer.precision.weight)
+        assert torch.equal(wanted.values, codes.values)
+        assert torch.equal(wanted.scale, codes.scale)
+        # A block of Q4_0 is a float16 scale and 16 bytes: the low nibbles are elements 0 to 15, the high ones 16 to 31.
+        single = torch.stack((codes.values & 0xF, codes.values >> 4), -1).flatten(-2).view(-1, 32) ^ 8
+        packed = single[:, :16] | single[:, 16:] << 4
+        block = torch.cat((codes.scale.half().view(-1, 1).view(torch.uint8), packed), -1).flatten()
+        if not name.endswith(("q_proj", "k_proj")):
+            assert block.numpy().tobytes() in files[0]
+        return
+    dither.export(trained, tmp_path / "own", format="auto")
+    assert cli.main(["export", str(run), "-o", str(tmp_path / "out"), "--sequences", "1"]) == 0
+    files = [load_file(tmp_path / each / "model.safetensors") for each in ("own", "out")]
+    offset = 0x88 if format.startswith("int4") else 0
+    for file in files:
+        values = file.get(f"{name}.weight_packed", file.get(f"{name}.weight"))
+        assert torch.equal(codes.values.view(torch.uint8) ^ offset, values.view(torch.uint8))
+    assert all(torch.equal(files[0][key].view(torch.uint8), files[1][key].view(torch.uint8)) for key in files[0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (("lora.rank=4",), "does not go with lora.rank"),
+        (("qat.noise_until=0.5",), "remove noise_until"),
+    ],
+)
+def test_settings_that_learned_clips_exclude(settings, said):
+    with pytest.raises(UserError, match=said):
+        override(Config(), ["model.weights=runs/a", "qat.format=nvfp4", "qat.scales=learned", *settings])
+
+
+def test_what_has_no_learned_clip_is_one_sentence():
+    with pytest.raises(UserError, match=r"scales='learned' is for .*mxfp4.*'fp8-block'"):
+        dither.qat(build("tiny"), "fp8-block", scales="learned")
+    with pytest.raises(UserError, match="scales is one of 'largest', 'search', 'learned', not 'lsq'"):
+        dither.qat(build("tiny"), "nvfp4", scales="lsq")
+    learned = DEPLOYMENTS["int4-g32"].precision(learned_clip=True)
+    with pytest.raises(UserError, match="groups of 128 inputs, and has 192 inputs, which is no multiple"):
+        Linear(192, 16, precision=DEPLOYMENTS["int4-g128"].precision(learned_clip=True), name="up")
+    with pytest.raises(UserError, match="in tiles or rows, without transform, not 'None'"):
+        dither.LayerPrecision(learned_clip=True)
+    with pytest.raises(UserError, match=r"in tiles or rows, without transform, not 'e4m3 block\(128\)"):
+        DEPLOYMENTS["fp8-block"].precision(learned_clip=True)
+    assert dither.LayerPrecision.from_dict(learned.to_dict()) == learned
+    assert "clipped where learned" in str(learned)
+    frozen = torch.nn.Sequential(torch.nn.Linear(32, 32)).requires_grad_(False)
+    dither.convert(frozen, dither.Plan(default=learned))
+    with pytest.raises(UserError, match="learns where to clip its weight, which is frozen"):
+        freeze_base(frozen)
+
+
+def test_a_learned_clip_begins_as_the_largest_magnitude_and_stays_within_its_limits():
+    learned = DEPLOYMENTS["int4-g32"].precision(learned_clip=True)
+    layer = Linear(64, 32, bias=False, precision=learned, name="up")
+    assert torch.equal(layer.clipped_weight(), layer.weight)
+    assert layer.to(torch.bfloat16).clip.dtype == torch.float32
+    assert torch.equal(layer.clipped_weight(), layer.weight)  # also in bfloat16
+    weight = torch.tensor([[3.0, 1.0, -0.5, 0.25]])
+    for gamma, inward in ((1.5, 1.0), (0.05, -1.0)):
+        fractions = torch.tensor([[gamma]])
+        limit = clipping.LOWEST if gamma < 1 else 1.0
+        assert torch.equal(clipping.clipped(weight, fractions, 1), weight.clamp(-3 * limit, 3 * limit))
+        grads = [clipping.fraction_grad(sign * weight.sign(), weight, fractions, "int8 row", 1) for sign in (1.0, -1.0)]
+        kept = [bool(grad.ne(0)) for grad in grads]
+        assert kept == ([True, False] if inward > 0 else [False, True])
+
+
+@pytest.mark.exhaustive
+def test_compiled_layers_learn_the_same_clips():
+    found = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        learned = DEPLOYMENTS["int4-g32"].precision(learned_clip=True)
+        net = torch.nn.Sequential(*(Linear(32, 32, precision=learned, name=name) for name in ("up", "down")))
+        with torch.no_grad():
+            net[0].clip.fill_(0.7)
+        call = torch.compile(net, fullgraph=True, backend="aot_eager") if compiled else net
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        with dither.step_context(net, step=0):
+            y = call(x)
+            y.backward(torch.ones_like(y))
+        found.append([y.detach(), x.grad, *(parameter.grad for parameter in net.parameters())])
+    assert len(found[0]) == 8
+    assert all(map(torch.equal, *found))

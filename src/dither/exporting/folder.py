@@ -192,7 +192,7 @@ def dequantized(
         dense: The dtype of all other weights in the folder.
         choices: The formats of layers whose inputs are cast, as engines do.
     """
-    model, own = unconverted(stored.model), stored.model.state_dict()
+    model, own = unconverted(stored.model), stored.model.state_dict() | stored.tensors()
     tensors = model.state_dict()
     for name in tensors.keys() & own.keys():
         tensors[name].copy_(own[name])

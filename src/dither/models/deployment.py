@@ -19,6 +19,7 @@ from dither.models.causal import CausalLM
 from dither.models.hub import huggingface_config
 from dither.models.transformers_models import HuggingFace, stored_names
 from dither.nn.convert import alike
+from dither.nn.linear import Linear
 from dither.nn.sites import Site, experts_beside, find_sites, output_layers, tuner_of, weight_of
 from dither.spec import Cast, Plan, Scale, did_you_mean
 from dither.spec.deployment import DEPLOYMENTS, EXPERT_FP8, Deployment
@@ -62,7 +63,10 @@ class StoredModel:
         return int(embedding.weight.shape[0])
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return parameters and buffers by the names of modules, each shared one once, without those that training added."""
+        """Return parameters and buffers by the names of modules, each shared one once, without those that training added.
+
+        A weight is clipped where that is learned, as its cast reads it.
+        """
         names = stored_names(self.model)
         seen: set[tuple[int, torch.Size]] = set()
         tensors: dict[str, Tensor] = {}
@@ -76,6 +80,9 @@ class StoredModel:
                 continue
             seen.add(key)
             tensors[name] = tensor.detach()
+        for name, layer in self.model.named_modules():
+            if isinstance(layer, Linear) and layer.program.clip:
+                tensors[f"{name}.weight"] = layer.clipped_weight()
         return tensors
 
     def in_files(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -292,6 +299,12 @@ def gguf_architecture(config: Mapping[str, Any]) -> GgufArchitecture:
 SEARCHES = {"pow2": "pow2_mse", "nvfp4_fixed": "nvfp4_mse"}
 """Scale rules of e2m1 that search for the smallest error, by those that take the largest magnitude."""
 
+SCALES = ("largest", "search", "learned")
+"""Choices of the scales of weights."""
+
+LEARNED_FORMATS = ("int4", "int8", "e2m1")
+"""Number formats whose scales may be learned: equal steps, or few of them."""
+
 HEADROOM = 2.0
 """Factor by which weights may grow in training before the fixed tensor scale of NVFP4 clips them."""
 
@@ -303,6 +316,21 @@ def described(format: str, choices: Sequence[LayerFormat]) -> str:
     for pattern, group in alike(kept, lambda choice: choice.site.name, lambda choice: choice.reason):
         lines.append(f"Not cast: {pattern} ({len(group)}): {group[0].reason}.")
     return "\n".join(lines)
+
+
+def _check_learned(format: str, choices: Sequence[LayerFormat]) -> None:
+    """Raise if the layers cannot learn where to clip their weights."""
+    known = [name for name, each in DEPLOYMENTS.items() if each.cast.format in LEARNED_FORMATS]
+    if format not in known:
+        raise UserError(
+            f"scales='learned' is for {', '.join(known)}; {format!r} has steps relative to each number, and clipping gains "
+            "little: use scales='largest'."
+        )
+    if expert := next((choice.site.name for choice in choices if choice.format and choice.site.parameter), None):
+        raise UserError(
+            f"scales='learned' is for matrices, and {expert!r} has its experts in one parameter of 3 dimensions: use "
+            "scales='largest'."
+        )
 
 
 def qat(
@@ -321,7 +349,8 @@ def qat(
     Args:
         model: A causal language model of `dither.models` or of transformers with its initial weights, not converted.
         format: A deployment format, such as "nvfp4" or "mxfp4": see docs/qat.md.
-        scales: Scales of weights by the "largest" magnitude of each group, or "search" for those with the smallest error.
+        scales: Scales of weights by the "largest" magnitude of each group, "search" for those with the smallest error, or
+            "learned" to clip each group at a fraction of that magnitude, which is a parameter of the layer.
         base: A plan whose dtypes are kept; by default those of the model.
         say: Called with the layers that are cast, and the reasons why others are not.
 
@@ -349,12 +378,16 @@ def qat(
         largest = max(float(weight.abs().max()) for weight in weights)
         exponent = math.ceil(math.log2(max(HEADROOM * largest, 2.0**-100) / (cast.element.max * 448)))
         cast = replace(cast, scale=str(Scale("nvfp4_fixed", arguments=(2.0**exponent,))))
+    if scales not in SCALES:
+        raise UserError(f"scales is one of {', '.join(map(repr, SCALES))}, not {scales!r:.80}.")
     if scales == "search":
         if cast.format != "e2m1":
             known = [name for name, each in DEPLOYMENTS.items() if each.cast.format == "e2m1"]
             raise UserError(f"scales='search' is for {', '.join(known)}, not for {format!r}: use scales='largest'.")
         cast = replace(cast, scale=str(replace(cast.scaling, kind=SEARCHES[cast.scaling.kind])))
-    precision = chosen.precision(cast)
+    if scales == "learned":
+        _check_learned(format, choices)
+    precision = chosen.precision(cast, learned_clip=scales == "learned")
     rules = tuple((escape(stored.prefix + choice.site.name), precision if choice.format else None) for choice in choices)
     say(described(format, choices))
     return replace(base or Plan(), layers=rules, provenance={"qat": format})

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dither import files
 from dither.checkpoint import SavedTensors, newest, step_of
@@ -28,7 +29,9 @@ from dither.models.lora import adapt, merged_model, narrow_base
 from dither.models.presets import empty
 from dither.models.sizes import Lora, Model
 from dither.models.transformers_models import hf
+from dither.nn.clipping import clipped
 from dither.nn.convert import convert
+from dither.nn.sites import is_transposed
 from dither.nn.stored import store_weights
 from dither.ops.reference import weight_codes
 from dither.optim import training
@@ -254,7 +257,7 @@ def _of_checkpoint(
                         f"The checkpoint {str(found.path)!r} does not fit its config: the tensor {name!r} has the shape "
                         f"{list(value.shape)} in the model, and there it is {'none' if shape is None else list(shape)}."
                     )
-                value.copy_(_numbers(saved, names[name]))
+                value.copy_(_clipped(model, saved, names, name, _numbers(saved, names[name])))
     return Opened(found, model.train(), saved.plain["step"], plan)
 
 
@@ -330,6 +333,16 @@ def _numbers(saved: SavedTensors, stored: str, like: Tensor | None = None) -> Te
     return _decoded(stored, saved.read(stored), saved.read(stored.replace(CODES, "weight_scale")), saved.plain)
 
 
+def _clipped(model: nn.Module, saved: SavedTensors, names: Mapping[str, str], name: str, numbers: Tensor) -> Tensor:
+    """Return a weight as its layer cast it: clipped, if the run learned where (`dither.nn.clipping`)."""
+    layer = name.removesuffix(".weight")
+    if name == layer or f"{layer}.clip" not in names:
+        return numbers
+    if isinstance(numbers, DTensor):
+        raise UserError(f"The checkpoint {str(saved.path)!r} has learned clips: load its weights before the model is sharded.")
+    return clipped(numbers, saved.read(names[f"{layer}.clip"]), 0 if is_transposed(model.get_submodule(layer)) else 1)
+
+
 def _decoded(stored: str, codes: Tensor, scale: Tensor, plain: Mapping[str, Any]) -> Tensor:
     layer = stored.removeprefix("model:").removesuffix(f".{CODES}")
     cast = LayerPrecision.from_dict(plain["layers"][layer]["precision"]).cast("forward", "weight")
@@ -374,7 +387,7 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
                     f"The checkpoint {str(found.path)!r} has no tensor {name!r}: set [model] as in the run that made it."
                 )
             _check_shape(name, saved.tensors[names[name]].shape, value, found.path)
-            value.copy_(_numbers(saved, names[name], value))
+            value.copy_(_clipped(model, saved, names, name, _numbers(saved, names[name], value)))
 
 
 def _check_shape(name: str, shape: tuple[int, ...], value: Tensor, path: Path) -> None:

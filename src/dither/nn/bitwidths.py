@@ -50,6 +50,19 @@ def sampling_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [bitwidth for _, bitwidth, _ in _bitwidths(model)]
 
 
+def learned_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that precisions add to a model: bitwidths, and learned clips. They stay float32."""
+    return [*sampling_parameters(model), *(clip for _, clip in _clips(model))]
+
+
+def _clips(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield (name, parameter) of every learned clip, each once."""
+    for name, parameter in model.named_parameters():
+        home = model.get_submodule(name.rpartition(".")[0]) if name.rpartition(".")[2] == "clip" else None
+        if isinstance(home, Linear):
+            yield name, parameter
+
+
 def bitwidth_loss(model: nn.Module) -> Tensor:
     """Return lambda / n * sum |b_t - b_target|, a 0-d float32 tensor to add to the loss of an optimizer step.
 
@@ -87,8 +100,8 @@ def _sum_of_magnitudes(bitwidths: list[Tensor]) -> Tensor:
 def param_groups(model: nn.Module, *, weight_decay: float = 0.1, bitwidth_lr: float | None = None) -> list[dict[str, Any]]:
     """Return parameter groups for `dither.optim.AdamW` or torch's optimizers: matrices, the rest (no decay), and bitwidths.
 
-    Bitwidths have the decay of their guidance, in one group per rate. Parameters are (name, parameter) pairs; those without
-    requires_grad are left out.
+    Bitwidths have the decay of their guidance, in one group per rate; learned clips have none. Parameters are (name, parameter)
+    pairs; those without requires_grad are left out.
 
     Args:
         model: The model.
@@ -107,8 +120,8 @@ def param_groups(model: nn.Module, *, weight_decay: float = 0.1, bitwidth_lr: fl
     """
     if not isinstance(model, nn.Module):
         raise UserError(f"A model is a torch.nn.Module, not {type(model).__name__}.")
-    bitwidths = {id(bitwidth) for bitwidth in sampling_parameters(model)}
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in bitwidths]
+    learned = {id(parameter) for parameter in learned_parameters(model)}
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in learned]
     matrices = [(name, parameter) for name, parameter in named if parameter.dim() >= 2]
     rest = [(name, parameter) for name, parameter in named if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
@@ -143,11 +156,14 @@ def watch_guidance(model: nn.Module) -> None:
 
 
 def bitwidth_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Return the parameter groups of bitwidths, one per rate of decay; none if nothing is sampled."""
+    """Return the parameter groups of bitwidths and learned clips, one per rate of decay; none if there are neither."""
     groups: dict[float, list[tuple[str, nn.Parameter]]] = {}
     for name, bitwidth, sampling in _bitwidths(model):
         if bitwidth.requires_grad:
             groups.setdefault(sampling.decay, []).append((name, bitwidth))
+    for name, clip in _clips(model):
+        if clip.requires_grad:
+            groups.setdefault(0.0, []).append((name, clip))
     return [{"params": members, "weight_decay": rate} for rate, members in groups.items()]
 
 

@@ -26,7 +26,7 @@ from torch import nn
 
 from dither.console import printed
 from dither.errors import PerformanceWarning, UserError
-from dither.nn.bitwidths import sampling_parameters, watch_guidance
+from dither.nn.bitwidths import learned_parameters, watch_guidance
 from dither.nn.experts import ExpertsLinear
 from dither.nn.layers import adopt_gated, check_gated
 from dither.nn.linear import Choice, Fallback
@@ -250,6 +250,12 @@ class Conversion:
                         f"The plan has a {kind} of the layer {name!r} that the first plan does not have, and the optimizer "
                         "does not know its bitwidths: give the first plan the same sampling."
                     )
+            clips = [getattr(plan.for_layer(name), "learned_clip", False) for plan in (first, later)]
+            if clips == [False, True]:
+                raise UserError(
+                    f"The plan learns where to clip the weight of the layer {name!r}, and the optimizer does not know that "
+                    "clip: give the first plan learned_clip=True."
+                )
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON."""
@@ -413,7 +419,7 @@ def _between_steps(model: nn.Module) -> dict[str, Layer]:
 
 def _fitting(model: nn.Module, plan: Plan, layers: dict[str, Layer]) -> dict[str, LayerPrecision]:
     """Return the precision of each converted layer in a plan; raise if the plan does not fit the model."""
-    wide = {id(bitwidth) for bitwidth in sampling_parameters(model)}  # these stay float32, and so do some norms
+    wide = {id(parameter) for parameter in learned_parameters(model)}  # these stay float32, and so do some norms
     wide |= wide_parameters(model, all_norms=plan.master)
     for parameter_name, parameter in model.named_parameters():
         changes = plan.parameters is not None and parameter.is_floating_point() and id(parameter) not in wide
@@ -557,8 +563,9 @@ def _obstructed(layer: Layer, precision: LayerPrecision, fallback: Fallback | No
     """Return the reason why a layer cannot run in a precision on its device, or "". Raise it if `fallback` is "error"."""
     one = linear_of(layer)
     treatment = fallback or one.choice.fallback
-    if isinstance(layer, ExpertsLinear) and precision.sampled:
-        reason = f"The layer {layer.name!r} has its experts in one parameter of 3 dimensions, and only matrices can be sampled"
+    if isinstance(layer, ExpertsLinear) and (precision.sampled or precision.learned_clip):
+        what = "sampled" if precision.sampled else "clipped where learned"
+        reason = f"The layer {layer.name!r} has its experts in one parameter of 3 dimensions, and only matrices can be {what}"
         if treatment != "bf16":  # multiplying in float32 would not help
             raise UserError(f"{reason}; or skip={layer.name!r}, or fallback='bf16' to run it uncast.")
         return reason

@@ -305,6 +305,8 @@ def _check(layer: Linear) -> None:
     precision = layer.precision
     if precision.sampled:
         raise UserError(f"The layer {layer.name!r} samples its weight, and a frozen weight is not sampled: leave sampling out.")
+    if precision.learned_clip:
+        raise UserError(f"The layer {layer.name!r} learns where to clip its weight, which is frozen: leave learned_clip out.")
     casts: list[Cast | None] = [cast for operand in OPERANDS for cast in precision.casts_of(operand)]
     if any(cast is not None and cast.scaling.kind == "delayed" for cast in casts):
         raise UserError(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dither.errors import PerformanceWarning, UserError
-from dither.nn import delayed, functional, sampling
+from dither.nn import clipping, delayed, functional, sampling
 from dither.nn.cache import StepCache, check_unchanged, store_in_place
 from dither.nn.delayed import DelayedScales
 from dither.nn.draws import Draws
@@ -75,6 +75,9 @@ class Output(nn.Linear):
 PLAIN = (nn.Linear.forward, Output.forward)
 """Forward methods of the layers that Linear can take the place of."""
 
+LEARNED = (*BITWIDTHS, "clip")
+"""Parameters that a precision adds to a layer, float32."""
+
 BUFFERS = ("draw_place", "draw_keys", "levels", *delayed.BUFFERS)
 """Buffers of what the layer remembers from step to step, where its precision asks for them."""
 
@@ -113,6 +116,8 @@ class Program(NamedTuple):
     """True if those of inputs or gradients do, which depend on the rows of the batch; a weight's depend on the step alone."""
     uncast: bool
     """True if no product casts an operand."""
+    clip: str = ""
+    """The cast of the weight, if it is clipped where learned, or ""."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -148,6 +153,7 @@ def make_program(
         draws=cpu.draws or precision.sampled,
         rows_matter=batch or precision.input_sampling is not None,
         uncast=precision.uncast,
+        clip=str(precision.cast("forward", "weight")) if precision.learned_clip else "",
     )
 
 
@@ -178,6 +184,8 @@ class Linear(nn.Linear):
     """b_i, float32, one per block of the weight as it is stored."""
     input_bitwidth: nn.Parameter | None
     """The same, one per block of input features."""
+    clip: nn.Parameter | None
+    """Learned fractions of the largest magnitudes, float32, one per group of the weight: see `dither.nn.clipping`."""
     draw_place: Tensor | None
     """int64[2] on the device: where `step_context` writes the step and, if it is given, the row."""
     draw_keys: Tensor | None
@@ -407,6 +415,33 @@ class Linear(nn.Linear):
             self.resting_bitwidths.pop(name, None)
             if new is None and old is not None:
                 self.resting_bitwidths[name] = old
+        self._choose_clip(precision)
+
+    def _choose_clip(self, precision: LayerPrecision) -> None:
+        """Create or drop the learned clip as `precision` asks for it."""
+        cast = precision.cast("forward", "weight") if precision.learned_clip else None
+        if cast is None:
+            self.register_parameter("clip", None)
+            return
+        shape = clipping.fractions_shape(tuple(self.weight.shape), cast, self._clip_axis)
+        if cast.group.kind == "tile" and self.in_features % cast.group.size:
+            raise UserError(
+                f"The layer {self.name!r} learns to clip groups of {cast.group.size} inputs, and has {self.in_features} "
+                "inputs, which is no multiple of that: leave learned_clip out."
+            )
+        old = self._parameters.get("clip")
+        if old is not None and tuple(old.shape) == shape:
+            return
+        if isinstance(self.weight, DTensor):
+            raise UserError(
+                f"The layer {self.name!r} is sharded already, and a new learned clip would not be: convert the model before it "
+                "is parallelized."
+            )
+        self.register_parameter("clip", nn.Parameter(torch.ones(shape, dtype=torch.float32, device=self.device)))
+
+    @property
+    def _clip_axis(self) -> int:
+        return 0 if self.transposed else 1
 
     def engines(self, device: torch.device | str, tokens: int = ALIGNMENT) -> dict[str, str]:
         """Return the engine of each product on `device`; raise UserError if one cannot run there."""
@@ -437,11 +472,11 @@ class Linear(nn.Linear):
         return self.weight.device
 
     def reset_parameters(self) -> None:
-        """Initialize the weight and the bias as nn.Linear does, and the bitwidths to 1."""
+        """Initialize the weight and the bias as nn.Linear does, and the bitwidths and the learned clip to 1."""
         super().reset_parameters()
-        for name in BITWIDTHS:
-            if (bitwidth := self._parameters.get(name)) is not None:
-                nn.init.ones_(bitwidth)
+        for name in LEARNED:
+            if (parameter := self._parameters.get(name)) is not None:
+                nn.init.ones_(parameter)
 
     def extra_repr(self) -> str:
         """Return what nn.Linear shows, and the precision."""
@@ -462,15 +497,15 @@ class Linear(nn.Linear):
         vars(self).update({key: value for key, value in saved.items() if key != "parts"})
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move the layer. Magnitudes and bitwidths stay float32; what the step caches is dropped."""
+        """Move the layer. Magnitudes and learned parameters stay float32; what the step caches is dropped."""
         kept = {name: buffer for name in self.KEPT_DTYPES if (buffer := self._buffers[name]) is not None}
         self.cache = StepCache(active=self.cache.active)
-        bitwidths = [bitwidth for name in BITWIDTHS if (bitwidth := self._parameters[name]) is not None]
-        bitwidths += [bitwidth.grad for bitwidth in bitwidths if bitwidth.grad is not None]  # type: ignore[misc]
+        learned = [parameter for name in LEARNED if (parameter := self._parameters[name]) is not None]
+        learned += [parameter.grad for parameter in learned if parameter.grad is not None]  # type: ignore[misc]
 
         def move(x: Tensor) -> Tensor:
             moved = fn(x)
-            return x.to(moved.device) if moved.dtype != x.dtype and any(x is bitwidth for bitwidth in bitwidths) else moved
+            return x.to(moved.device) if moved.dtype != x.dtype and any(x is parameter for parameter in learned) else moved
 
         super()._apply(move, recurse)  # type: ignore[no-untyped-call]
         for name, buffer in kept.items():
@@ -530,7 +565,7 @@ class Linear(nn.Linear):
             input = self._sampled_input(input, state)
         if self.training and samplings.weight:
             return self._sampled_product(input, settings, state)
-        return self._product(input, self.weight, settings, state)
+        return self._product(input, self._clip_learner() if self.program.clip else self.weight, settings, state)
 
     def settings_for(self, x: Tensor) -> Settings:
         """Return the casts of the products on the device of x."""
@@ -601,6 +636,21 @@ class Linear(nn.Linear):
             return tensor_parallel.linear(x, weight, self.bias, settings, state)
         return functional.linear(x, weight, self.bias, settings, state=state)
 
+    def _clip_learner(self) -> Tensor:
+        """Return the clipped weight, whose gradient goes to the weight and to the learned clip."""
+        assert self.clip is not None
+        if isinstance(self.weight, DTensor) or self.gather is not None:
+            raise UserError(
+                f"The layer {self.name!r} learns where to clip its weight, which tensor parallelism or gather='codes' shards: "
+                "use FSDP2 with gather='weights'."
+            )
+        return clipping.learner(self.weight, self.in_float32("clip", self.clip), self.program.clip, self._clip_axis)
+
+    def clipped_weight(self) -> Tensor:
+        """Return the weight that is cast, without gradients: clipped, if the precision learns that."""
+        weight = self._stored_weight().detach()
+        return weight if self.clip is None else clipping.clipped(weight, local(self.clip).detach(), self._clip_axis)
+
     # Sampling ----------------------------------------------------------------------------------------------------------
 
     def bitwidths(self, *, input: bool = False) -> Tensor:
@@ -648,10 +698,10 @@ class Linear(nn.Linear):
         return self.weight.dtype if self.program.compute == "fp32" else DTYPES[self.program.compute]
 
     def in_float32(self, name: str, bitwidth: Tensor) -> Tensor:
-        """Return the bitwidth as the forward pass reads it."""
+        """Return a bitwidth or the clip as the forward pass reads it."""
         if bitwidth.dtype != torch.float32:
             raise UserError(
-                f"The {name} of the layer {self.name!r} is {bitwidth.dtype}, and bitwidths are learned in float32: "
+                f"The {name} of the layer {self.name!r} is {bitwidth.dtype}, and it is learned in float32: "
                 "leave it out of what changes the types of parameters, such as a mixed precision policy of FSDP."
             )
         return bitwidth
@@ -773,6 +823,7 @@ class Linear(nn.Linear):
         """Return what launches of this layer depend on, besides numbers: its cache, and where its tensors are."""
         place = self._buffers["draw_place"]
         memory = [self._stored_weight().data_ptr(), 0 if place is None else local(place).data_ptr()]
+        memory += [] if self._parameters["clip"] is None else [local(self.clip).data_ptr()]
         return (self.cache.number, self.delayed.measures_now, self.samples_once(), *memory, *self.cache.addresses())
 
     def samples_once(self) -> bool:
@@ -788,7 +839,7 @@ class Linear(nn.Linear):
         """Sample and cast the weight once for all forward passes of the step, into memory that stays."""
         settings, cache, samples = self.settings_for(self.weight), self.cache, self.samples_once()
         self.mark_cached()
-        weight = self._cache_sample() if samples else self._stored_weight().detach()
+        weight = self._cache_sample() if samples else self.clipped_weight()
         if self.gather is not None:
             weight = self.gather.part()  # in the dtype that FSDP2 would gather
         if not settings.weight.cast:

@@ -144,11 +144,12 @@ def converted_layers(model: nn.Module) -> dict[str, Layer]:
 
 
 def weight_of(site: Site) -> tuple[str, Tensor, int]:
-    """Return the name of a layer's parameter, its weight, and the contraction axis."""
+    """Return the name of a layer's parameter, its weight as casts read it, and the contraction axis."""
     if site.parameter:  # experts, [experts, out, in] or [experts, in, out]
         axis = 1 if getattr(site.module, "is_transposed", False) else -1
         return site.name, getattr(site.module, site.parameter).detach(), axis
-    weight: Tensor = site.module.weight.detach()  # type: ignore[operator]
+    own: Tensor = site.module.weight  # type: ignore[assignment]
+    weight = site.module.clipped_weight() if isinstance(site.module, Linear) and site.module.program.clip else own.detach()
     return f"{site.name}.weight", weight, 0 if is_transposed(site.module) else -1
 
 

@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
-from dither.nn.bitwidths import sampling_parameters
+from dither.nn.bitwidths import learned_parameters
 from dither.spec import did_you_mean
 from dither.spec.modes import GRADIENTS
 from dither.spec.random import Stream, matrix_size
@@ -25,7 +25,7 @@ Count = Callable[[], Tensor]
 
 
 class Gradients:
-    """Keep the gradients of a model's parameters in one dtype. Gradients of bitwidths stay float32.
+    """Keep the gradients of a model's parameters in one dtype. Those of bitwidths and clips stay float32.
 
     >>> import torch
     >>> layer = torch.nn.Linear(2, 1, bias=False).bfloat16()
@@ -50,9 +50,9 @@ class Gradients:
         self._step: Count = step or (lambda: torch.zeros((), dtype=torch.int64))
         self._nodes: list[Any] = []  # kept alive: torch recreates a node that nothing references, without its hooks
         self._sums: dict[int, Tensor] = {}
-        bitwidths = {id(bitwidth) for bitwidth in sampling_parameters(model)}
+        learned = {id(parameter) for parameter in learned_parameters(model)}
         for name, parameter in model.named_parameters():
-            if parameter.is_floating_point() and parameter.requires_grad and id(parameter) not in bitwidths:
+            if parameter.is_floating_point() and parameter.requires_grad and id(parameter) not in learned:
                 self._keep(name, parameter)
 
     def _keep(self, name: str, parameter: Tensor) -> None:

@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dither.errors import UserError
-from dither.nn.bitwidths import sampling_parameters
+from dither.nn.bitwidths import learned_parameters
 from dither.nn.linear import Linear
 from dither.optim.adamw import AdamW, Step
 from dither.optim.groups import Member
 
 REST = ""
-"""The unit of the parameters that `step` updates: bitwidths, whose gradients may come from several backward passes."""
+"""The unit of what `step` updates: bitwidths and learned clips, whose gradients may come from several backward passes."""
 
 
 def unit_of(name: str) -> str:
@@ -150,9 +150,9 @@ def release_gradients(model: nn.Module, optimizer: AdamW, *, clip_norm: Literal[
     1
     """
     _check(model, optimizer, clip_norm)
-    bitwidths = {id(bitwidth) for bitwidth in sampling_parameters(model)}
+    learned = {id(parameter) for parameter in learned_parameters(model)}
     held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    named = [(name, p) for name, p in model.named_parameters() if id(p) in held and p.requires_grad and id(p) not in bitwidths]
+    named = [(name, p) for name, p in model.named_parameters() if id(p) in held and p.requires_grad and id(p) not in learned]
     found: dict[str, list[Tensor]] = {}
     for name, parameter in named:
         found.setdefault(unit_of(name), []).append(parameter)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dither.errors import UserError
-from dither.nn.bitwidths import param_groups, sampling_parameters
+from dither.nn.bitwidths import learned_parameters, param_groups
 from dither.nn.sites import find_sites, is_transposed, output_layers
 
 
@@ -57,14 +57,14 @@ def roles(model: nn.Module) -> dict[str, Role]:
             f"{', '.join((*LLAMA_LIKE, 'gpt2'))}): give AdamMini a dictionary of roles, such as {{name: Role.rows_each(1)}}."
         )
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    bitwidths = {id(bitwidth) for bitwidth in sampling_parameters(model)}
+    learned = {id(parameter) for parameter in learned_parameters(model)}
     by_name: dict[str, Role] = {}
     for name, parameter in model.named_parameters():
         role = (
             Role.rows_each(1)
             if id(parameter) in embeddings
             else Role.whole()
-            if id(parameter) in bitwidths
+            if id(parameter) in learned
             else (_gpt2_role(name, parameter, config) if kind == "gpt2" else _llama_role(name, parameter, config))
         )
         if role is None:

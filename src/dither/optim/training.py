@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dither.errors import UserError
-from dither.nn.bitwidths import bitwidth_groups, sampling_parameters
+from dither.nn.bitwidths import bitwidth_groups, learned_parameters
 from dither.nn.norms import cast_parameters
 from dither.ops.storage import storage_dtype
 from dither.optim.adamw import AdamMini, AdamW, Muon
@@ -242,10 +242,10 @@ def training(
     first = next(iter(model.parameters()), None)
     if first is None:
         raise UserError(f"{type(model).__name__} has no parameters to train.")
-    bitwidths = {id(bitwidth) for bitwidth in sampling_parameters(model)}  # these stay float32
-    cast_parameters(model, parameter_dtype(chosen), all_norms=chosen.plan.master, skip=bitwidths)
+    learned = {id(parameter) for parameter in learned_parameters(model)}  # these stay float32
+    cast_parameters(model, parameter_dtype(chosen), all_norms=chosen.plan.master, skip=learned)
     settings: dict[str, Any] = {"weights": chosen.weights, "states": chosen.states, "master": chosen.master}
-    others = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in bitwidths]
+    others = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in learned]
     if roles is not None and muon is not None:
         raise UserError("roles= are for AdamMini, and muon= is for Muon: give one of them.")
     if groups is None:

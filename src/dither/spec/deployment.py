@@ -5,7 +5,7 @@ in files is in `dither.exporting.formats`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from dither.spec.cast import Cast
@@ -43,7 +43,7 @@ class Deployment:
             return f"{rows} x {columns} is not a multiple of {self.multiples[0]} x {self.multiples[1]}"
         return ""
 
-    def precision(self, cast: Cast | None = None) -> LayerPrecision:
+    def precision(self, cast: Cast | None = None, *, learned_clip: bool = False) -> LayerPrecision:
         """Return the precision of a layer that trains for this format; `cast` takes the place of the weight's.
 
         Forward multiplies the numbers of an engine. Gradients are straight-through: dX is a product with the same decoded
@@ -53,7 +53,8 @@ class Deployment:
         weight e2m1 tile(32) pow2 nearest, input_grad.weight uncast, backward from the codes of forward
         """
         uncast = {"input_grad.weight": None, "weight_grad.input": None}
-        return LayerPrecision.of(self.input_cast, cast or self.cast, overrides=uncast, requantize=True)
+        made = LayerPrecision.of(self.input_cast, cast or self.cast, overrides=uncast, requantize=True)
+        return replace(made, learned_clip=learned_clip)
 
     def stores(self, cast: Cast) -> bool:
         """Return True if files of this format hold the codes and scales of a cast as they are.

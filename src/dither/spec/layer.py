@@ -113,6 +113,8 @@ class LayerPrecision:
     """True: backward reads input and weight as the forward product did, by their codes there: cast again, or uncast."""
     mask_clipped: bool = False
     """True: elements of input and weight that the forward product clips have gradients of zero, as in QuEST."""
+    learned_clip: bool = False
+    """True: the weight is clipped before its casts, at a learned fraction of the largest magnitude of each group."""
 
     def __post_init__(self) -> None:
         for name in OPERANDS:
@@ -126,6 +128,7 @@ class LayerPrecision:
         self._check_overrides()
         self._check_transforms()
         self._check_requantize()
+        self._check_clip()
         if self.sampling is not None and self.sampling.recompute and not self.uncast:
             raise UserError(
                 "A Sampling with recompute=True keeps no copy of the weight, but products of cast operands do: "
@@ -188,6 +191,16 @@ class LayerPrecision:
                 raise UserError(
                     f"mask_clipped=True is for scales that are powers of two, such as quest, not for {str(cast)!r}."
                 )
+
+    def _check_clip(self) -> None:
+        """Raise if the weight cannot be clipped by group before its casts."""
+        if not isinstance(self.learned_clip, bool):
+            raise UserError(f"learned_clip is true or false, not {self.learned_clip!r}.")
+        cast = self.cast("forward", "weight")
+        if self.learned_clip and (cast is None or cast.group.kind not in ("tile", "row") or cast.transforming.size):
+            raise UserError(f"learned_clip=True is for weights cast in tiles or rows, without transform, not {str(cast)!r}.")
+        if self.learned_clip and (self.sampling is not None or self.mask_clipped):
+            raise UserError("learned_clip=True has a gradient of its own: use it without sampling and mask_clipped.")
 
     @classmethod
     def of(
@@ -290,6 +303,7 @@ class LayerPrecision:
         parts = [f"{name} {part}" for name in (*OPERANDS, *SAMPLINGS) if (part := getattr(self, name)) is not None]
         again = ["backward from the codes of forward"] if self.requantize else []
         again += ["no gradients of what was clipped"] if self.mask_clipped else []
+        again += ["weight clipped where learned"] if self.learned_clip else []
         return ", ".join([*parts, *map(str, self.overrides), *again]) or "uncast"
 
 
@@ -299,7 +313,7 @@ OPERANDS = ("input", "weight", "grad")
 SAMPLINGS = ("sampling", "input_sampling")
 """The fields of samplings: of the weight and of the input."""
 
-FLAGS = ("requantize", "mask_clipped")
+FLAGS = ("requantize", "mask_clipped", "learned_clip")
 """The fields that are true or false."""
 
 PLAIN = LayerPrecision()

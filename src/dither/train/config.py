@@ -471,8 +471,9 @@ class Qat:
 
     format: Annotated[str, OneOf(DEPLOYMENTS)] | None = None
     """Format in which the model will be served, such as nvfp4, mxfp4 or fp8-block; by default none. --qat sets it."""
-    scales: Literal["largest", "search"] = "largest"
-    """Scales of weights by the largest magnitude of each group, or search for the smallest squared error: MXFP4 and NVFP4."""
+    scales: Literal["largest", "search", "learned"] = "largest"
+    """Scales of weights by the largest magnitude of each group, search for the smallest squared error (MXFP4 and NVFP4), or
+    learned: by a fraction of the largest magnitude that is a parameter, beyond which the group is clipped."""
     noise_until: Share = 0.0
     """Fraction of the steps, at the beginning, in which weights have GaussWS noise in place of casts."""
     noise_bits: Annotated[float, Within(1, 16)] = 4.0
@@ -759,6 +760,10 @@ class Config:
             raise UserError(f"{name} and qat.format={self.qat.format!r} both set the casts of layers: remove one of them.")
         if parallel.gather != "weights":
             raise UserError(f"qat.format gathers weights, not parallel.gather={parallel.gather!r}: remove that.")
+        if self.qat.scales == "learned" and self.lora.rank is not None:
+            raise UserError("qat.scales='learned' does not go with lora.rank: the base and its scales are frozen: remove one.")
+        if self.qat.scales == "learned" and self.qat.noise_until:
+            raise UserError("qat.scales='learned' learns from the first step on, without casts it cannot: remove noise_until.")
         if self.qat.noise_until and self.lora.rank is not None:
             raise UserError("qat.noise_until does not go with lora.rank: the base is frozen, in one precision: remove one.")
 

@@ -21,7 +21,7 @@ from dither.errors import UserError
 from dither.models import CausalLM
 from dither.models.presets import skeleton
 from dither.nn import convert
-from dither.nn.bitwidths import sampling_parameters
+from dither.nn.bitwidths import learned_parameters
 from dither.nn.norms import cast_parameters
 from dither.optim import Training
 from dither.optim.training import parameter_dtype
@@ -147,7 +147,7 @@ class RankLayout:
         if not stages:
             self.layout.check(model)
         mode = config.precision.dtypes
-        skip = {id(bitwidth) for bitwidth in sampling_parameters(model)}
+        skip = {id(parameter) for parameter in learned_parameters(model)}
         cast_parameters(model, parameter_dtype(mode), all_norms=mode.plan.master, skip=skip)
         for part in stages or [model]:
             parallelize(

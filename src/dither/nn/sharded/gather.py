@@ -402,6 +402,8 @@ def gather_problem(gather: WeightGather) -> str:
     """Return why codes cannot be gathered, or "" if they can."""
     layer, castings = gather.layer, gather.castings
     sampling_of = layer.precision.sampling
+    if layer.precision.learned_clip:
+        return "it learns where to clip its weight"
     if not castings.cast:
         if sampling_of is None:
             return "its weight is neither cast nor sampled"
