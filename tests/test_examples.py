@@ -12,9 +12,12 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from runs import SHORT, write_words
 from worlds import set_up, start_ranks
 
-from dither import Stream
+from dither import Stream, checkpoint
+from dither.commands.train import resolve
+from dither.train.loop import train
 
 ROOT = Path(__file__).parent.parent
 FIGURES = {"int8": "int8.svg", "fp16_underflow": "fp16-underflow.svg", "fp8_scaling": "fp8-scaling.svg"}
@@ -256,3 +259,16 @@ def test_the_tables_print(capsys):
     assert "never                                    not given" in table
     assert "4628" in table
     assert table.count("\n") == 6 + 7 + 12
+
+
+@pytest.mark.parametrize(("name", "rates"), [("nanochat", (0.02, 0.3, 0.008)), ("modded-nanogpt", (0.015, 0.004, 0.004))])
+def test_presets_of_muon_train(name, rates, tmp_path):
+    write_words(tmp_path / "text", 60)
+    settings = [f'data.sources=["{tmp_path / "text"}"]', *SHORT, "run.steps=1"]
+    config = resolve(str(ROOT / "examples" / f"muon-{name}.toml"), settings=settings, out=str(tmp_path / "run"))
+    assert (config.muon.matrix_lr, config.muon.embedding_lr, config.muon.output_lr) == rates
+    train(config)
+    tensors, _ = checkpoint.load(tmp_path / "run" / "checkpoints" / "step-00000001")
+    states = {key.rpartition(":")[2] for key in tensors if "q_proj" in key}
+    assert "exp_avg_sq" not in states
+    assert any(key.endswith("embed_tokens.weight:exp_avg_sq") for key in tensors)

@@ -464,12 +464,12 @@ def test_a_learned_clip_begins_as_the_largest_magnitude_and_stays_within_its_lim
     assert torch.equal(layer.clipped_weight(), layer.weight)
     assert layer.to(torch.bfloat16).clip.dtype == torch.float32
     assert torch.equal(layer.clipped_weight(), layer.weight)  # also in bfloat16
-    weight = torch.tensor([[3.0, 1.0, -0.5, 0.25]])
+    weight, row = torch.tensor([[3.0, 1.0, -0.5, 0.25]]), clipping.Clipping.of(dither.Cast.parse("int8 row"))
     for gamma, inward in ((1.5, 1.0), (0.05, -1.0)):
         fractions = torch.tensor([[gamma]])
         limit = clipping.LOWEST if gamma < 1 else 1.0
         assert torch.equal(clipping.clipped(weight, fractions, 1), weight.clamp(-3 * limit, 3 * limit))
-        grads = [clipping.fraction_grad(sign * weight.sign(), weight, fractions, "int8 row", 1) for sign in (1.0, -1.0)]
+        grads = [clipping.fraction_grad(sign * weight.sign(), weight, fractions, row, 1) for sign in (1.0, -1.0)]
         kept = [bool(grad.ne(0)) for grad in grads]
         assert kept == ([True, False] if inward > 0 else [False, True])
 

@@ -17,7 +17,7 @@ clipped, and has the derivative 0.5 / 0.5 = 1; the second is cast to 76 * 0.5 / 
 Weights have straight-through gradients, except for those beyond c, which have none. The largest magnitude is a constant.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,27 @@ UNDRAWN = (0, None, 0, 0, "auto")
 
 LOWEST = 0.125
 """The smallest fraction. Gradients that lead beyond the limits are dropped."""
+
+
+class Clipping(NamedTuple):
+    """The cast of a clipped weight, as constants of compiled code."""
+
+    cast: str
+    lowest: float
+    highest: float
+    """The ends of the range of codes."""
+    two_level: bool
+
+    @classmethod
+    def of(cls, cast: Cast) -> "Clipping":
+        """Return the constants of a cast.
+
+        >>> Clipping.of(Cast.parse("int4-g32"))[1:]
+        (-8.0, 7.0, False)
+        """
+        highest = float(cast.element.max)
+        lowest = -highest - 1 if cast.scaling.kind in ("bf16", "q4_0") else -highest
+        return cls(str(cast), lowest, highest, cast.scaling.two_level)
 
 
 def fractions_shape(shape: tuple[int, ...], cast: Cast, axis: int) -> tuple[int, ...]:
@@ -65,37 +86,36 @@ def _spread(groups: Tensor, like: Tensor, axis: int) -> Tensor:
     return groups.repeat_interleave(like.shape[axis] // groups.shape[axis], axis)
 
 
-def learner(weight: Tensor, fractions: Tensor, cast: str, axis: int) -> Tensor:
+def learner(weight: Tensor, fractions: Tensor, constants: Clipping, axis: int) -> Tensor:
     """Return the clipped weight, with the gradients of weight and fractions that the module describes."""
-    result: Tensor = _Clipped.apply(weight, fractions, cast, axis)  # type: ignore[no-untyped-call]
+    result: Tensor = _Clipped.apply(weight, fractions, constants, axis)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Clipped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, fractions: Tensor, cast: str, axis: int) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, fractions: Tensor, constants: Clipping, axis: int) -> Tensor:
         ctx.save_for_backward(weight, fractions)
-        ctx.cast, ctx.axis = cast, axis
+        ctx.constants, ctx.axis = constants, axis
         return clipped(weight, fractions, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         weight, fractions = ctx.saved_tensors
         beyond = weight.abs() > _limits(weight, fractions, ctx.axis)
-        own = fraction_grad(grad, weight, fractions, ctx.cast, ctx.axis)
+        own = fraction_grad(grad, weight, fractions, ctx.constants, ctx.axis)
         return grad.masked_fill(beyond, 0.0), own, None, None
 
 
-def fraction_grad(grad: Tensor, weight: Tensor, fractions: Tensor, cast: str, axis: int) -> Tensor:
+def fraction_grad(grad: Tensor, weight: Tensor, fractions: Tensor, constants: Clipping, axis: int) -> Tensor:
     """Return the gradient of fractions from that of w_hat."""
-    known, gamma = Cast.parse(cast), fractions.clamp(LOWEST, 1.0)
+    cast, lowest, highest, two_level = constants
+    gamma = fractions.clamp(LOWEST, 1.0)
     operand = clipped(weight, fractions, axis).float()
     values, scale, tensor_scale = torch.ops.dither.quantize(operand, cast, axis, None, "", *UNDRAWN)
-    tensor_scale = tensor_scale if known.scaling.two_level else None
+    tensor_scale = tensor_scale if two_level else None
     w_hat = dequantize_codes(values, scale, tensor_scale, cast, operand.shape, axis, torch.float32, "auto")
     unit = _spread(scale.float() if tensor_scale is None else scale.float() * tensor_scale, operand, axis)
-    highest = known.element.max
-    lowest = -highest - 1 if known.scaling.kind in ("bf16", "q4_0") else -highest
     level = w_hat / unit
     ends = (level > highest - 0.25) | (level < lowest + 0.25)  # neighbours are 0.5 apart or more
     outside = (ends & (weight.abs() >= w_hat.abs())) | (weight.abs() > operand.abs())

@@ -116,8 +116,8 @@ class Program(NamedTuple):
     """True if those of inputs or gradients do, which depend on the rows of the batch; a weight's depend on the step alone."""
     uncast: bool
     """True if no product casts an operand."""
-    clip: str = ""
-    """The cast of the weight, if it is clipped where learned, or ""."""
+    clip: clipping.Clipping | None = None
+    """The cast of the weight, if it is clipped where learned, or None."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -145,6 +145,7 @@ def make_program(
         for gpu in (False, True)
     )
     batch = cpu.input.stochastic or cpu.grad.stochastic
+    cast = precision.cast("forward", "weight") if precision.learned_clip else None
     return Program(
         (cpu, gpu),
         levels,
@@ -153,7 +154,7 @@ def make_program(
         draws=cpu.draws or precision.sampled,
         rows_matter=batch or precision.input_sampling is not None,
         uncast=precision.uncast,
-        clip=str(precision.cast("forward", "weight")) if precision.learned_clip else "",
+        clip=None if cast is None else clipping.Clipping.of(cast),
     )
 
 
@@ -639,6 +640,7 @@ class Linear(nn.Linear):
     def _clip_learner(self) -> Tensor:
         """Return the clipped weight, whose gradient goes to the weight and to the learned clip."""
         assert self.clip is not None
+        assert self.program.clip is not None
         if isinstance(self.weight, DTensor) or self.gather is not None:
             raise UserError(
                 f"The layer {self.name!r} learns where to clip its weight, which tensor parallelism or gather='codes' shards: "
