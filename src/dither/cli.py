@@ -19,9 +19,8 @@ from dataclasses import is_dataclass, replace
 from typing import Annotated, Any, NamedTuple, TextIO
 
 from dither.console import LastingStream, printable
-from dither.errors import DitherError, UserError
+from dither.errors import DitherError, UserError, did_you_mean
 from dither.spec import registry
-from dither.spec.checks import did_you_mean
 from dither.versions import version
 
 DESCRIPTION = "Train language models in few bits, compare precisions, evaluate, report, and choose each layer's precision."

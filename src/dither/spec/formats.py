@@ -13,9 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dither.errors import UserError
+from dither.errors import UserError, checked_keys, did_you_mean
 from dither.spec import registry
-from dither.spec.checks import checked_keys, did_you_mean
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from dither.errors import UserError
+from dither.errors import UserError, checked_keys
 from dither.files import Refused, from_json, read_text
 from dither.spec import registry
 from dither.spec.cast import Cast, Scale
-from dither.spec.checks import checked_keys
 from dither.spec.formats import Format
 from dither.spec.layer import OPERANDS, PRODUCTS, LayerPrecision, Override
 from dither.spec.patterns import BOTH, check_pattern, escape, literal, matches
