@@ -29,6 +29,8 @@ from dither.train import config as configs
 from dither.train.config import CONFIG, PLUGINS, Config
 
 if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
     from dither.train.loop import Outcome
 
 Words = tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]]
@@ -315,9 +317,6 @@ def print_fields() -> None:
 
 # Ranks -----------------------------------------------------------------------------------------------------------------
 
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 MOST = 1024
 """Most ranks on one machine."""

@@ -587,10 +587,10 @@ def layouts(shape: Shape, gpus: int, *, node: int = 8) -> Iterator[ScheduledLayo
                     yield ScheduledLayout(dp_replicate=data // dp_shard, dp_shard=dp_shard, tp=tp, pp=pp, schedule=schedule)
 
 
-def splits_evenly(shape: Shape, tp: int, block: int = 128) -> bool:
+def splits_evenly(shape: Shape, tp: int) -> bool:
     """Return True if tensor parallelism leaves whole blocks of scales to each GPU, or whole features if blocks never fit."""
     sizes = (shape.query_width, shape.key_width, shape.feed_forward)
-    return all(size % (tp * (block if size % block == 0 else 1)) == 0 for size in sizes)
+    return all(size % (tp * (128 if size % 128 == 0 else 1)) == 0 for size in sizes)
 
 
 def stage_layers(shape: Shape, layout: ScheduledLayout, *, last: bool) -> int:
