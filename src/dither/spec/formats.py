@@ -323,6 +323,16 @@ def neighbours(book: tuple[float, ...], x: float) -> tuple[int, int]:
     return toward, min(toward + 1, len(book) - 1)
 
 
+def number_text(value: float) -> str:
+    """Return a power of two as 2^n unless it is from 1 to 1024, and other numbers with up to six digits.
+
+    >>> number_text(2**-9), number_text(448), number_text(4)
+    ('2^-9', '448', '4')
+    """
+    fraction, exponent = math.frexp(value)
+    return f"2^{exponent - 1}" if fraction == 0.5 and not 1 <= value <= 1024 else f"{value:g}"
+
+
 def _is_int(value: object, least: int, most: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
