@@ -74,17 +74,16 @@ class Recommendation:
         return StepPasses(batch=batch, sequence=sequence, number=2 if accumulate else 1, checkpointing=again)
 
 
-def recommend(shape: Shape, gpu: Gpu, *, sequence: int = 2048, tokens: int = PASS, risk: Risk = "low") -> Recommendation:
+def recommend(shape: Shape, gpu: Gpu, *, sequence: int = 2048, risk: Risk = "low") -> Recommendation:
     """Recommend a precision to train a model in on one GPU, with reasons.
 
-    Settings are tried in order of decreasing memory. The first one that fits with `tokens` tokens per forward pass is taken. If
+    Settings are tried in order of decreasing memory. The first one that fits with 8192 tokens per forward pass is taken. If
     none fits, it is the leanest one with fewer tokens, and if that does not fit either, one with checkpointing.
 
     Args:
         shape: Sizes of the model.
         gpu: The GPU.
         sequence: Tokens per sequence.
-        tokens: Desired tokens per forward pass.
         risk: "none" keeps the numerics of mixed precision in BF16 (FP16 if the GPU has no BF16). "low" adds FP8, stochastic
             rounding and 8-bit states; "high" adds FP4 if the GPU has units for it.
 
@@ -97,7 +96,7 @@ def recommend(shape: Shape, gpu: Gpu, *, sequence: int = 2048, tokens: int = PAS
     if risk not in ("none", "low", "high"):
         raise UserError(f"The risk is none, low or high, not {risk!r}.")
     ladder, reasons = _ladder(shape, gpu, risk)
-    wanted = max(1, -(-tokens // sequence))
+    wanted = max(1, -(-PASS // sequence))
     plain, again = ([rung for rung in ladder if rung.checkpointing is kind] for kind in (False, True))
     for least, rungs in ((wanted, plain), (1, plain[::-1]), (wanted, again), (1, again)):
         for rung in rungs:
