@@ -72,7 +72,7 @@ def memory(
         batch: Sequences per forward pass; by default that of the run, or 8.
         sequence: Tokens per sequence; by default that of the run, or 2048.
         checkpointing: Assume activation checkpointing: blocks keep only their inputs and are recomputed in backward.
-        compiled: Assume compiled blocks, as `dither train` has on a GPU.
+        compiled: Assume blocks that are not compiled; `dither train` compiles them on a GPU.
         accumulate: Assume gradient accumulation over several micro-batches.
         released: Assume that backward updates each block and frees its gradients.
         save: Tensors that cast layers keep of their inputs: codes, or the input; by default that of the run, or codes.
