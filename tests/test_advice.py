@@ -159,6 +159,8 @@ def test_memory_of_a_run(tmp_path, capsys):
         (["tiny", "--mode", "o3"], "There is no mode 'o3'"),
         (["tiny", "--recipe", "fp9"], "There is no recipe 'fp9'"),
         (["tiny", "--gpu", "H300"], "There is no GPU 'H300'"),
+        (["tiny", "--mode", "bf16-sr", "--weights", "fp8"], "--weights fp8 goes with bf16-sr + fp8-current, not bf16-sr: add"),
+        (["tiny", "--recipe", "fp8-current", "--weights", "fp8"], "not o1 + fp8-current: add --mode bf16-sr"),
         (["tiny", "--batch", "0"], "The batch is a positive integer, not 0"),
     ],
 )

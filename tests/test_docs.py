@@ -6,6 +6,7 @@ import importlib
 import re
 import runpy
 import shlex
+import subprocess
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -79,6 +80,8 @@ def test_every_python_block_is_run():
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
 def test_commands_in_pages_parse(page):
+    shell = subprocess.run(["bash", "-n"], input="\n".join(commands(page)), text=True, capture_output=True)
+    assert not shell.stderr  # such as brackets without quotes
     for line in commands(page):
         words = shlex.split(re.sub(r"--plugin \S+", "", line), comments=True)[1:]  # every command takes one
         found = next((name for name in (" ".join(words[:2]), "-".join(words[:2]), words[0]) if name in cli.COMMANDS), None)

@@ -335,6 +335,8 @@ def override(settings: S, changes: Iterable[str] = (), values: Mapping[str, Any]
     try:
         return from_table(type(settings), table, base=settings)
     except UserError as error:
+        if any(path in str(error) for _, path, _ in pairs):  # it names the field that was set
+            raise
         raise UserError(f"After the settings {', '.join(changes)!r:.200}: {error}") from None
 
 

@@ -14,7 +14,7 @@ from dither.errors import UserError
 
 
 def report(
-    runs: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN...")],
+    runs: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN...", help_behavior_hint="")],
     /,
     out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="PAGE.html")] = None,
     json: bool = False,

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 Words = tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]]
 """Words after an option, which may be repeated."""
 
-Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
-
 
 def train(
     words: Annotated[
@@ -47,16 +45,16 @@ def train(
     /,
     data: Annotated[Words, tyro.conf.arg(metavar="SOURCE ...", help_behavior_hint="")] = (),
     set: Annotated[Words, tyro.conf.arg(metavar="SECTION.FIELD=VALUE ...", help_behavior_hint="")] = (),
-    resume: Switch = False,
-    resume_auto: Annotated[Switch, tyro.conf.arg(name="resume=auto", aliases=["--resume-auto"])] = False,
+    resume: bool = False,
+    resume_auto: Annotated[bool, tyro.conf.arg(name="resume=auto", aliases=["--resume-auto"])] = False,
     start_from: Annotated[str | None, tyro.conf.arg(name="from", metavar="RUN|CHECKPOINT|MODEL", help_behavior_hint="")] = None,
     qat: Annotated[str | None, tyro.conf.arg(metavar="FORMAT", help_behavior_hint="")] = None,
     teacher: Annotated[str | None, tyro.conf.arg(metavar="RUN|CHECKPOINT|MODEL", help_behavior_hint="")] = None,
     out: Annotated[str | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None,
     nproc: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
-    fast: Switch = False,
+    fast: bool = False,
     gpu_memory: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None,
-    fields: Switch = False,
+    fields: bool = False,
 ) -> int:
     """Train a language model, or resume a run.
 

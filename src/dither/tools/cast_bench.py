@@ -113,9 +113,11 @@ def find_tensor(source: str, name: str | None = None) -> tuple[str, Tensor]:
     if name is None and len(matrices) == 1:
         (name,) = matrices
     if name not in matrices:
-        hint = "" if name is None else did_you_mean(name, matrices)
         some = ", ".join([*list(matrices)[:5], *["..."] * (len(matrices) > 5)])
-        raise UserError(f"There is no matrix {name!r} in {source!r}{hint}: choose one with --tensor, such as {some}.")
+        wrong = f"{source!r} has {len(matrices)} matrices"
+        if name is not None:
+            wrong = f"There is no matrix {name!r} in {source!r}{did_you_mean(name, matrices)}"
+        raise UserError(f"{wrong}: choose one with --tensor, such as {some}.")
     return f"{name} of {source}", matrices[name].detach().float()
 
 
