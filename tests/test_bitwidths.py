@@ -9,9 +9,11 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from dither import Format, UserError
-from dither.spec.bitwidths import DEPLOYABLE, SMALLEST, capacity, deployable, safe_bitwidth
+from dither.ops.reference import sampling
+from dither.spec.bitwidths import DEPLOYABLE, SMALLEST, VARIANCE, capacity, deployable, required_format, safe_bitwidth
 
 SMALL = ("e2m1", "e3m2", "e4m3", "e5m2")
 STEPS = {"rounded_normal": (1.0, 2.0), "uniform": (1 / 16, 1 / 4, 1 / 2)}
@@ -95,7 +97,7 @@ def test_the_bound_is_tight(name):
 @pytest.mark.parametrize("name", SMALL)
 def test_weights_in_the_operators_own_format(name, kind):
     format = Format.parse(name)
-    bound, paper = safe_bitwidth(name, kind, master="same"), format.mantissa_bits + 2 - SMALLEST[kind]
+    bound, paper = safe_bitwidth(name, kind, master="same"), safe_bitwidth(name, kind, guaranteed=False)
     assert vanishing(format, bound, kind, "same") == []
     # At the paper's bound itself noise is half the spacing for a power of two that is its block's largest: a tie, to even.
     lost = vanishing(format, paper, kind, "same")
@@ -107,7 +109,7 @@ def test_weights_in_the_operators_own_format(name, kind):
 @pytest.mark.parametrize("name", SMALL)
 def test_the_papers_bound_fails_with_float32_masters(name):
     format = Format.parse(name)
-    paper = format.mantissa_bits + 2
+    paper = safe_bitwidth(name, guaranteed=False)
     for b_t in (paper, paper - 0.01, paper - 0.5):
         assert vanishing(format, b_t, "rounded_normal", "fp32") != []
 
@@ -156,6 +158,8 @@ def test_bf16_masters_and_the_two_roundings():
 
 
 def test_other_formats():
+    assert safe_bitwidth("bf16", guaranteed=False) == 9  # the paper's two examples
+    assert safe_bitwidth("bf16", "uniform", guaranteed=False) == 5
     assert safe_bitwidth("fp16") == 11
     assert safe_bitwidth("bf16", "rounded_normal_exact") == 8
     assert safe_bitwidth("e2m1", "none") == math.inf
@@ -180,8 +184,8 @@ def test_int8_at_its_bound():
         (lambda: safe_bitwidth("e9m9"), "There is no number format 'e9m9'"),
         (lambda: safe_bitwidth("bf16", "normal"), "There is no noise 'normal'.*rounded_normal"),
         (lambda: safe_bitwidth("bf16", master="bf16"), "master= is 'fp32' or 'same'.*not 'bf16'"),
-        (lambda: deployable(math.nan), "finite non-negative number.*not nan"),
-        (lambda: deployable(-1), "not -1"),
+        (lambda: required_format(math.nan), "finite non-negative number.*not nan"),
+        (lambda: required_format(-1), "not -1"),
         (lambda: deployable(True), "not True"),
         (lambda: deployable(6, ("e2m1", "e4m3")), "among e2m1, e4m3 carries a bitwidth of 6: e4m3 carries the most, 5"),
         (lambda: deployable(6, ()), "formats= is empty"),
@@ -196,13 +200,31 @@ def test_bad_input(call, message):
 # Table 2
 
 
+def test_table_2():
+    assert [str(required_format(b)) for b in (3, 6, 12)] == ["e2m1", "e3m4", "e4m10"]
+    assert [required_format(b).ranges for b in (3, 6, 12)] == [3, 6, 12]
+
+
+def test_between_the_lines_of_table_2():
+    for b_t in np.arange(0, 24, 1 / 8).tolist():
+        needed = required_format(b_t)
+        # The largest b_t that m bits allow by the paper, and one bit fewer does not.
+        assert needed.mantissa_bits + 2 >= b_t
+        assert needed.mantissa_bits == 0 or needed.mantissa_bits + 1 < b_t
+        # Binades down to 2^(1 - b_t) below an amax in [1, 2), subnormals, and no exponent bit too many.
+        assert 2.0 ** (1 - needed.ranges) <= 2.0 ** (1 - b_t) or b_t == 0
+        assert 2 ** (needed.exponent_bits - 1) < needed.ranges + 1 <= 2**needed.exponent_bits
+    assert [str(required_format(b)) for b in (2.5, 3.01, 7, 8)] == ["e2m1", "e3m2", "e3m5", "e4m6"]
+
+
 def test_capacity_is_table_2_of_real_formats():
     for name in (*DEPLOYABLE, "e2m3", "e5m2", "e3m4", "e4m10"):
         format = Format.parse(name)
         largest = max(
             b_t
             for b_t in range(26)
-            if max(0, b_t - 2) <= format.mantissa_bits and b_t <= format.max_exponent - format.min_exponent + 1
+            if required_format(b_t).mantissa_bits <= format.mantissa_bits
+            and required_format(b_t).ranges <= format.max_exponent - format.min_exponent + 1
         )
         assert capacity(name) == largest
     assert [capacity(name) for name in ("e2m1", "e3m4", "e4m10")] == [3, 6, 12]
@@ -216,3 +238,14 @@ def test_deployable_is_the_narrowest_that_carries():
     # By its range e2m3 carries what e2m1 does, in two bits more.
     assert deployable(3, ("e2m3", "e2m1")).name == "e2m1"
     assert deployable(2, ("e2m3", "e4m3")).name == "e2m3"
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("rounded_normal", 16), ("uniform", 16)])
+def test_variance_of_the_noise(kind, bits):
+    R = sampling.noise_of(torch.arange(1 << bits), kind).double()
+    assert R.square().mean().item() == pytest.approx(VARIANCE[kind], rel=1e-4 if kind == "uniform" else 1e-12)
+
+
+def test_variance_of_the_exact_noise():
+    thresholds = [t / 2**31 for t in sampling.ROUNDED_NORMAL_EXACT]
+    assert sum((2 * k + 1) * p for k, p in enumerate(thresholds)) == pytest.approx(VARIANCE["rounded_normal_exact"], rel=1e-7)

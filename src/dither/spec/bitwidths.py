@@ -1,8 +1,8 @@
 """Bitwidths of sampled weights and the number formats that they correspond to. Nothing here imports torch.
 
 A sampled weight is w + R * amax * 2^(1 - b_t), with amax the largest magnitude of its block and 2^-r the smallest nonzero |R|.
-`safe_bitwidth` says up to which bitwidth a format still represents the noise during training. `capacity` and `deployable` say
-which formats suffice for the trained weights. docs/export.md derives them.
+`safe_bitwidth` says up to which bitwidth a format still represents the noise during training. `required_format`, `capacity` and
+`deployable` say which formats suffice for the trained weights. docs/export.md derives them.
 
 >>> safe_bitwidth("bf16"), safe_bitwidth("e4m3"), safe_bitwidth("e2m1")
 (8.0, 4.0, 2.0)
@@ -13,6 +13,7 @@ which formats suffice for the trained weights. docs/export.md derives them.
 import itertools
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Literal
 
 from dither.errors import UserError
@@ -26,11 +27,21 @@ Uniform noise can be arbitrarily close to zero and then vanishes in any format, 
 paper's, which counts in sixteenths: the bounds hold for draws with |R| >= 1/16, seven of eight. `none` has no bound.
 """
 
+VARIANCE = {
+    "rounded_normal": 75 / 256,
+    "rounded_normal_exact": sum((2 * k - 1) * math.erfc((2 * k - 1) / math.sqrt(2)) for k in range(1, 5)),
+    "uniform": 1 / 12,
+    "none": 0.0,
+}
+"""The mean of R^2: for rounded normal noise 1 * 18/64 + 4 * 3/1024, for the exact one the sum of (2k - 1) P(|R| >= k)."""
+
 DEPLOYABLE = ("e2m1", "e3m2", "e4m3", "bf16", "fp16", "fp32")
 """Formats that trained weights are cast to, from narrow to wide. e2m3 is left out: its range carries no more than e2m1."""
 
 
-def safe_bitwidth(format: str | Format, noise: str = "rounded_normal", *, master: Literal["fp32", "same"] = "fp32") -> float:
+def safe_bitwidth(
+    format: str | Format, noise: str = "rounded_normal", *, master: Literal["fp32", "same"] = "fp32", guaranteed: bool = True
+) -> float:
     """Return the largest b_t at which noise still changes a weight that is rounded to nearest in `format`.
 
     Let m be the mantissa bits of the format, and s its spacing in the binade of the block's largest weight. There the noise is
@@ -42,6 +53,9 @@ def safe_bitwidth(format: str | Format, noise: str = "rounded_normal", *, master
       w_hat is rounded to float32 first. The result is the largest multiple of 2^-16 that is safe with both roundings.
     For a codebook, s is its widest gap, and m the number of halvings from the largest value's binade to it, not always whole.
 
+    - `guaranteed=False`: the paper's bound, m + 2 - r. With float32 master weights, noise of |R| = 2^-r may be as small as
+      s / 2 there, and vanishes for up to half of the weights in that binade.
+
     The bound assumes that the block's largest weight, once scaled, is at least twice the smallest normal number of the format
     (in the top binade of an integer format), and that nothing saturates.
 
@@ -49,7 +63,10 @@ def safe_bitwidth(format: str | Format, noise: str = "rounded_normal", *, master
         format: The format in which products read the weight.
         noise: A kind of noise; `SMALLEST` has the meaning for uniform noise. Without noise every bitwidth is safe.
         master: The format of the weight itself: fp32, or the same as `format`.
+        guaranteed: Return the bound that holds for every weight, else the paper's.
 
+    >>> safe_bitwidth("bf16", guaranteed=False), safe_bitwidth("bf16", "uniform", guaranteed=False)  # the paper's examples
+    (9.0, 5.0)
     >>> safe_bitwidth("e4m3", master="same")
     4.9999847412109375
     """
@@ -58,6 +75,8 @@ def safe_bitwidth(format: str | Format, noise: str = "rounded_normal", *, master
         raise UserError(f"master= is 'fp32' or 'same' (the format of the operator), not {master!r}.")
     if (r := _smallest(noise)) is None:
         return math.inf
+    if not guaranteed:
+        return float(m + 2 - r)
     if master == "fp32" and m < FP32_MANTISSA:
         return float(m + 1 - r)
     # A power of two 2^a plus noise n must be rounded to more than 2^a + s / 2. In float32 that takes n > s / 2 + 2^(a - 24):
@@ -65,6 +84,37 @@ def safe_bitwidth(format: str | Format, noise: str = "rounded_normal", *, master
     twice = 2.0 ** (m - FP32_MANTISSA) if m < FP32_MANTISSA else 0.0
     supremum = m + 2 - r - math.log2((1 + twice) / (1 - 2**-22))
     return math.floor(supremum * 2**16) / 2**16
+
+
+@dataclass(frozen=True)
+class RequiredFormat:
+    """An entry of the paper's Table 2: the fewest bits that weights trained with a bitwidth need at inference."""
+
+    exponent_bits: int
+    mantissa_bits: int
+    ranges: int
+    """Number of binades with full precision; one more holds the subnormal numbers."""
+
+    def __str__(self) -> str:
+        return f"e{self.exponent_bits}m{self.mantissa_bits}"
+
+
+def required_format(b_t: float, noise: str = "rounded_normal") -> RequiredFormat:
+    """Return the entry of the paper's Table 2 for any bitwidth.
+
+    Mantissa: m >= b_t - 2 + r, the paper's bound solved for m. Exponent: with amax in [1, 2), weights below 2^(1 - m - b_t)
+    were lost in the noise of training and need not be stored. A format has this as its smallest number if its normal numbers
+    begin at 2^(1 - b_t). That takes b_t binades and the subnormal range, and enough exponent bits to distinguish them.
+
+    >>> [str(required_format(b)) for b in (3, 6, 12)]
+    ['e2m1', 'e3m4', 'e4m10']
+    >>> str(required_format(4.3))
+    'e3m3'
+    """
+    r = _smallest(noise)
+    ranges = max(1, math.ceil(_bitwidth(b_t)))
+    mantissa = 0 if r is None else max(0, math.ceil(b_t - 2 + r))
+    return RequiredFormat(ranges.bit_length(), mantissa, ranges)  # bit_length: the least e with 2^e >= ranges + 1
 
 
 def capacity(format: str | Format, noise: str = "rounded_normal") -> int:
@@ -85,7 +135,7 @@ def capacity(format: str | Format, noise: str = "rounded_normal") -> int:
     return binades if r is None else min(binades, math.floor(m + 2 - r))
 
 
-def deployable(b_t: float, formats: Iterable[str] = DEPLOYABLE) -> Format:
+def deployable(b_t: float, formats: Iterable[str] = DEPLOYABLE, noise: str = "rounded_normal") -> Format:
     """Return the format with the fewest bits that carries b_t; of several, the first in `formats`.
 
     >>> deployable(4.2).name, deployable(5.5, ("e4m3", "e3m4", "bf16")).name
@@ -96,12 +146,12 @@ def deployable(b_t: float, formats: Iterable[str] = DEPLOYABLE) -> Format:
     if not candidates:
         raise UserError("formats= is empty: give names such as 'e2m1', 'e4m3' and 'bf16'.")
     for element in sorted(candidates, key=lambda element: element.bits):
-        if capacity(element) >= b_t:
+        if capacity(element, noise) >= b_t:
             return element
-    most = max(candidates, key=capacity)
+    most = max(candidates, key=lambda element: capacity(element, noise))
     raise UserError(
         f"No format among {', '.join(element.name for element in candidates)} carries a bitwidth of {b_t:g}: "
-        f"{most} carries the most, {capacity(most)}; add a wider format."
+        f"{most} carries the most, {capacity(most, noise)}; add a wider format."
     )
 
 
