@@ -52,6 +52,9 @@ METHODS: dict[str, tuple[Plan, dict[str, Any]]] = {
 }
 """Plans in small groups, and options of the optimizer."""
 
+CLIPPED = Plan(default=replace(LayerPrecision.of(weight="e2m1 tile(16) pow2", requantize=True), learned_clip=True))
+"""A plan that no tensor parallelism takes."""
+
 ROWS, LENGTH = 24, 8
 
 
@@ -62,10 +65,14 @@ def config(**fields: Any) -> LlamaConfig:
 
 def converted(method: str, made: Callable[[], nn.Module] | None = None) -> nn.Module:
     model = made() if made else Llama(config(), generator=torch.Generator().manual_seed(0))
-    plan = METHODS[method][0]
+    plan = CLIPPED if method == "learned-clip" else METHODS[method][0]
     if plan.parameters == "bf16":
         model.to(torch.bfloat16)
     dither.convert(model, replace(plan, parameters=None), seed=5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".clip"):
+                parameter.copy_(torch.linspace(0.3, 1.0, parameter.numel()).view_as(parameter))
     return model
 
 
@@ -222,6 +229,18 @@ CASES = [
 @pytest.mark.parametrize(("layout", "method", "gather"), CASES, ids=str)
 def test_weights_noise_and_roundings_are_those_of_one_rank(layout: Layout, method: str, gather: str) -> None:
     ranks(layout.ranks, check_layout, layout, method, {"gather": gather})
+
+
+def check_clips() -> None:
+    check_layout(Layout(dp_shard=2), "learned-clip", {"gather": "weights"})
+    with pytest.raises(UserError, match="learns where to clip its weight, which tp=2 shards"):
+        dither.parallelize(converted("learned-clip"), Layout(tp=2).mesh("cpu"))
+    model = dither.parallelize(converted("learned-clip"), Layout(dp_shard=2).mesh("cpu"), gather="codes")
+    assert set(gathered(model).values()) == {"weights"}
+
+
+def test_learned_clips_are_those_of_one_rank_or_refused() -> None:
+    ranks(2, check_clips)
 
 
 def trained(model: nn.Module, method: str, layout: Layout, steps: int) -> list[float]:

@@ -76,9 +76,14 @@ def clipped(weight: Tensor, fractions: Tensor, axis: int) -> Tensor:
 
 def _limits(weight: Tensor, fractions: Tensor, axis: int) -> Tensor:
     """Return c of each element, in the dtype of the weight."""
-    groups = weight.unflatten(axis, (fractions.shape[axis], -1))
-    largest = groups.abs().amax(axis % weight.dim() + 1)
+    largest = _grouped(weight, fractions, axis).abs().amax(axis % weight.dim() + 1)
     return _spread((fractions.clamp(LOWEST, 1.0) * largest.float()).to(weight.dtype), weight, axis)
+
+
+def _grouped(x: Tensor, fractions: Tensor, axis: int) -> Tensor:
+    """View `axis` as two: groups, and their elements."""
+    groups: Tensor = x.unflatten(axis, (fractions.shape[axis], -1))  # type: ignore[no-untyped-call]
+    return groups
 
 
 def _spread(groups: Tensor, like: Tensor, axis: int) -> Tensor:
@@ -120,6 +125,6 @@ def fraction_grad(grad: Tensor, weight: Tensor, fractions: Tensor, constants: Cl
     ends = (level > highest - 0.25) | (level < lowest + 0.25)  # neighbours are 0.5 apart or more
     outside = (ends & (weight.abs() >= w_hat.abs())) | (weight.abs() > operand.abs())
     slopes = torch.where(outside, w_hat, w_hat - weight.float()) * grad.float()
-    own = slopes.unflatten(axis, (fractions.shape[axis], -1)).sum(axis % weight.dim() + 1) / gamma
+    own = _grouped(slopes, fractions, axis).sum(axis % weight.dim() + 1) / gamma
     leaves = ((fractions > 1.0) & (own < 0)) | ((fractions < LOWEST) & (own > 0))
     return own.masked_fill(leaves, 0.0)

@@ -823,9 +823,8 @@ class Linear(nn.Linear):
 
     def cache_key(self) -> tuple[object, ...]:
         """Return what launches of this layer depend on, besides numbers: its cache, and where its tensors are."""
-        place = self._buffers["draw_place"]
-        memory = [self._stored_weight().data_ptr(), 0 if place is None else local(place).data_ptr()]
-        memory += [] if self._parameters["clip"] is None else [local(self.clip).data_ptr()]
+        read = (self._buffers["draw_place"], self._parameters["clip"])
+        memory = [self._stored_weight().data_ptr(), *(0 if x is None else local(x).data_ptr() for x in read)]
         return (self.cache.number, self.delayed.measures_now, self.samples_once(), *memory, *self.cache.addresses())
 
     def samples_once(self) -> bool:
