@@ -310,10 +310,12 @@ def build(size: str, mode: str, device: str, *, peer: str | None = None, layers:
         engines = ("fp8",)
     if chosen.fsdp:
         _shard(model, device, codes=chosen.fsdp == "fsdp-codes")
+    run = training(model, chosen.method, LEARNING_RATE) if chosen.method in ("fp32", "fp16", "o2") else None
     if device.startswith("cuda"):
+        # Layers that differ in constants are traced one by one; past the limit dynamo would run them uncompiled, in silence.
+        torch._dynamo.config.recompile_limit += 4 * config.num_hidden_layers + 8
         compile_blocks(model)
-    if chosen.method in ("fp32", "fp16", "o2"):
-        run = training(model, chosen.method, LEARNING_RATE)
+    if run is not None:
         return Built(model, run.optimizer, contextlib.nullcontext(), engines, training=run)
     context: Any = contextlib.nullcontext()
     if not chosen.narrow:
@@ -428,9 +430,8 @@ def measure(size: str, modes: Sequence[str], settings: StepSettings) -> dict[str
     Several modes alternate, so that a slowdown of the GPU affects all of them; memory is counted separately.
     """
     cuda = settings.cuda
-    # Layers that differ in constants are traced one by one; past the limit dynamo would run them uncompiled, in silence.
-    torch._dynamo.config.recompile_limit = len(modes) * (4 * SIZES[size][0].num_hidden_layers + 8)
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    if cuda:
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
 
     def held() -> int:
         return torch.cuda.memory_allocated() if cuda else 0
