@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from dither.commands.arguments import Json, Switch
+from dither.commands.arguments import Json
 from dither.console import ProgressBars, print_result, print_table, print_text
 from dither.errors import UserError
 
@@ -17,11 +17,11 @@ def bench(
         tyro.conf.arg(metavar="[kernels|train|plan]...", help_behavior_hint="(default: all)"),
     ] = (),
     /,
-    quick: Switch = False,
+    quick: bool = False,
     sizes: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SIZE...", help_behavior_hint="")] = (),
     modes: Annotated[tuple[str, ...], tyro.conf.arg(metavar="MODE...", help_behavior_hint="")] = (),
-    together: Switch = False,
-    prepare: Switch = False,
+    together: bool = False,
+    prepare: bool = False,
     peer: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="FOLDER")] = None,
