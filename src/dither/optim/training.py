@@ -53,6 +53,7 @@ PRODUCTS = {
     aten.addmm.default,
     aten.bmm.default,
     aten.baddbmm.default,
+    aten._grouped_mm.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 }
