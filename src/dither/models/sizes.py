@@ -370,11 +370,8 @@ class Model:
             wide = base.intermediate_size or 4 * base.hidden_size
             changes["feed_forward"] = -(-wide * changes["width"] // base.hidden_size)
         try:
-            return dataclasses.replace(
-                base,
-                **{names[key]: value for key, value in changes.items()},
-                **({} if vocab is None else {"vocab_size": vocab}),
-            )
+            sizes: dict[str, Any] = {names[key]: value for key, value in changes.items()}
+            return dataclasses.replace(base, **sizes, **({} if vocab is None else {"vocab_size": vocab}))
         except UserError as error:
             raise UserError(f"In [model]: {error}") from None
 

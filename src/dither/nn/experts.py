@@ -254,7 +254,7 @@ def _products(self: Any, x_PH: Tensor, end_E: Tensor, empty_P1: Tensor | None) -
         y = grouped_linear(x, weight, end_E.int(), settings, codes)
         if expert_P is None:
             return y
-        bias = getattr(self, f"{parameter}_bias")
+        bias: Tensor = getattr(self, f"{parameter}_bias")
         return y + bias.float()[expert_P].to(bias.dtype)  # in float32, since the gradient of a bias is a sum over rows
 
     inner = _activated(self, product(x_PH, _up(self)))

@@ -165,13 +165,13 @@ def _input_grad_weight(w: OperandCodes, settings: Settings, experts: int, output
 def _stacked(codes: Codes | None, casting: Casting, experts: int, length: int) -> Tensor:
     """Return the numbers [E * Q, L] of stacked matrices as [E, L, Q]."""
     assert codes is not None
-    return _numbers(codes, casting, length).unflatten(0, (experts, -1)).transpose(1, 2)
+    return _numbers(codes, casting, length).view(experts, -1, length).transpose(1, 2)
 
 
 def _by_expert(codes: Codes | None, casting: Casting, experts: int, length: int) -> Tensor:
     """Return the numbers [Q, E * L] of matrices side by side as [E, L, Q]."""
     assert codes is not None
-    return _numbers(codes, casting, experts * length).unflatten(1, (experts, length)).permute(1, 2, 0)
+    return _numbers(codes, casting, experts * length).view(-1, experts, length).permute(1, 2, 0)
 
 
 def _numbers(codes: Codes, casting: Casting, length: int) -> Tensor:
