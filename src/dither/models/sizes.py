@@ -371,7 +371,7 @@ class Model:
             changes["feed_forward"] = -(-wide * changes["width"] // base.hidden_size)
         try:
             sizes: dict[str, Any] = {names[key]: value for key, value in changes.items()}
-            return dataclasses.replace(base, **sizes, **({} if vocab is None else {"vocab_size": vocab}))
+            return dataclasses.replace(base, **sizes | ({} if vocab is None else {"vocab_size": vocab}))
         except UserError as error:
             raise UserError(f"In [model]: {error}") from None
 
