@@ -90,7 +90,12 @@ class Format:
             if not one < other:
                 what = "twice" if one == other else f"before {other:g}"
                 raise UserError(f"The values of the format {name!r} must ascend: it has {one:g} {what}.")
-        return cls(name, max(1, (len(book) - 1).bit_length()), 0, 0, 0, max(map(abs, book)), codebook=book)
+        if not 2.0**-64 <= (largest := max(map(abs, book))) <= 2.0**64:
+            raise UserError(
+                f"The largest magnitude of the format {name!r} is {largest:g}, which float32 scales cannot bring a group to: "
+                "multiply the values, so that it is between 2^-64 and 2^64."
+            )
+        return cls(name, max(1, (len(book) - 1).bit_length()), 0, 0, 0, largest, codebook=book)
 
     @classmethod
     def floating(
