@@ -76,7 +76,7 @@ def test_weights_whose_codes_move_further_than_they_do_are_reset_to_their_codes(
 
 def test_windows_begin_after_start_and_once_per_period():
     model = model_of()
-    reset, found = moved_by(model, path_of(model, 15), start=3, window=2, period=5)
+    _, found = moved_by(model, path_of(model, 15), start=3, window=2, period=5)
     assert [step for step, share in enumerate(found, 1) if share is not None] == [5, 10, 15]
     assert all(float(share) > 0 for share in found if share is not None)
 
@@ -244,12 +244,12 @@ def test_other_models_and_numbers_are_refused():
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters())
     for wrong in ({"start": 0}, {"window": 1.5}, {"period": 10}, {"ratio": float("nan")}, {"ratio": True}):
-        with pytest.raises(UserError, match="OscillationReset|window"):
+        with pytest.raises(UserError, match=r"OscillationReset|window"):
             OscillationReset(model, optimizer, **wrong)
     with pytest.raises(UserError, match="optimizer does not have the weight"):
         OscillationReset(model, torch.optim.SGD([nn.Parameter(torch.ones(1))]))
     stochastic = LayerPrecision.of(weight="e2m1 tile(16) stochastic(16)")
-    with pytest.raises(UserError, match="A later plan casts its weight by .* which draws random bits"):
+    with pytest.raises(UserError, match=r"A later plan casts its weight by .* which draws random bits"):
         OscillationReset(model, optimizer, others=[stochastic])
     reset = OscillationReset(model, optimizer)
     reset.after_step(1)

@@ -156,7 +156,7 @@ def wide_weight(state: Mapping[str, Any], member: Member) -> Tensor:
 
 
 def write_weight(state: Mapping[str, Any], member: Member, values: Tensor, where: Tensor) -> None:
-    """Set the float32 weight of a parameter to `values` at `where`, in local shapes: the parameter and what is kept beside it."""
+    """Set the float32 weight of a parameter to `values` at `where`, in local shapes, and what is kept beside it."""
     part = local(member.parameter.detach())
     wide = torch.where(where, values, wide_weight(state, member))
     part.copy_(torch.where(where, values.to(part.dtype), part))
