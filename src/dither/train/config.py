@@ -363,7 +363,10 @@ class Precision:
         return replace(mode, provenance={"recipe": name})
 
     def _sampled(self, plan: Plan) -> Plan:
-        return plan if self.sampling is None else plan.with_sampling(self.sampling)
+        if self.sampling is None:
+            return plan
+        # A step caches samples of weights that are not cast in the type of the mode, whatever the recipe was made for.
+        return replace(plan, compute=self.dtypes.plan.compute).with_sampling(self.sampling)
 
     def _with_output(self, plan: Plan) -> Plan:
         return plan if self.output is None else plan.with_output(recipe(self.output).default)
