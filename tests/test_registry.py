@@ -383,3 +383,14 @@ def test_formats_compares_casts(capsys, tmp_path):
         assert 0 < each["product_hadamard"] < 0.5
     assert cli.main(["formats", "--cast", "mxfp4", "--on", str(tmp_path / "some.safetensors")]) == 2
     assert "choose one with --tensor, such as a, b." in capsys.readouterr().err
+
+
+def test_built_in_recipes_stay_when_a_plugin_that_imports_them_first_raises(tmp_path):
+    (tmp_path / "broken.py").write_text("import dither\ndither.Recipe\n1 / 0\n")
+    code = (
+        "import sys\nfrom dither.spec import registry\nfrom dither.errors import UserError\n"
+        "try:\n    registry.load_plugin(sys.argv[1])\nexcept UserError as error:\n    print(error)\n"
+        "import dither\nprint(bool(dither.recipe('fp8-block')), registry.RECIPES.added('fp8-block'))\n"
+    )
+    done = in_another_process(code, tmp_path / "broken.py")
+    assert done.stdout.splitlines()[1:] == ["True False"], done.stderr

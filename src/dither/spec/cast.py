@@ -318,7 +318,7 @@ for _named in (
     NamedCast("q4_0", "int4", "tile(32)", "q4_0"),
     NamedCast("q8_0", "int8", "tile(32)", "q8_0"),
 ):
-    registry.CASTS.add(_named)
+    registry.CASTS.add(_named, registry.BUILT_IN)
 
 NAMED_CASTS: registry.Table[NamedCast] = registry.CASTS
 """Usual names of a format with its scaling."""

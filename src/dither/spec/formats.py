@@ -382,7 +382,7 @@ NF4 = (
 """The values of QLoRA's 4-bit NormalFloat (arXiv 2305.14314, appendix E), in float32 as bitsandbytes has them."""
 
 for _format in (*TABLE.values(), Format.from_values("nf4", NF4), Format.from_values("ternary", (-1, 0, 1))):
-    registry.FORMATS.add(_format)
+    registry.FORMATS.add(_format, registry.BUILT_IN)
 
 ALIASES = {"e8m23": "fp32", "e5m10": "fp16", "e8m7": "bf16", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 ALIASES |= {"e4m3fn": "e4m3"}

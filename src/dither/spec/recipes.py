@@ -303,7 +303,9 @@ _RECIPES = {
 }
 
 for _name, _recipe in _RECIPES.items():
-    registry.RECIPES.add(replace(_recipe, name=_name, plan=replace(_recipe.plan, provenance={"recipe": _name})))
+    registry.RECIPES.add(
+        replace(_recipe, name=_name, plan=replace(_recipe.plan, provenance={"recipe": _name})), registry.BUILT_IN
+    )
 
 RECIPES: registry.Table[Recipe] = registry.RECIPES
 """All recipes by name."""

@@ -92,16 +92,14 @@ class Table(Mapping[str, D]):
     def __len__(self) -> int:
         return len(self.here)
 
-    def add(self, definition: D) -> None:
-        """Add a definition; the same one again changes nothing."""
-        name = definition.name
+    def add(self, definition: D, origin: str = "") -> None:
+        """Add a definition, by default of what is being registered; the same one again changes nothing."""
+        name, origin = definition.name, origin or _ORIGIN.get()
         known = self.here.get(name)
         if known is not None and known != definition:
-            raise UserError(
-                f"There are two {self.kind}s {name!r}, of {self.origin[name]} and of {_ORIGIN.get()}: rename one of them."
-            )
+            raise UserError(f"There are two {self.kind}s {name!r}, of {self.origin[name]} and of {origin}: rename one of them.")
         self.here.setdefault(name, definition)
-        self.origin.setdefault(name, _ORIGIN.get())
+        self.origin.setdefault(name, origin)
 
     def added(self, name: str) -> bool:
         """Return True if a definition is registered and not built in."""
@@ -335,7 +333,10 @@ def registering(origin: str) -> Iterator[None]:
         yield
     except BaseException:
         for table, (here, origins) in zip(TABLES.values(), before, strict=True):
-            table.here, table.origin = here, origins
+            # Built-in definitions stay: a plugin may be the first to import the module that has them.
+            kept = [name for name in table.here if name in here or not table.added(name)]
+            table.here = {name: table.here[name] for name in kept}
+            table.origin = {name: origins.get(name, BUILT_IN) for name in kept}
         PLUGINS.clear()
         PLUGINS.update(plugins)
         for cache in _CACHES:
