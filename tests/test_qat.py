@@ -22,6 +22,7 @@ from dither.models.open import open_model
 from dither.nn import Linear, clipping
 from dither.nn.frozen import FrozenLinear, freeze_base
 from dither.nn.sites import converted_layers
+from dither.optim.oscillation import check_precision
 from dither.settings import override
 from dither.spec.deployment import DEPLOYMENTS
 from dither.train import Config
@@ -452,6 +453,8 @@ def test_what_has_no_learned_clip_is_one_sentence():
         DEPLOYMENTS["fp8-block"].precision(learned_clip=True)
     assert dither.LayerPrecision.from_dict(learned.to_dict()) == learned
     assert "clipped where learned" in str(learned)
+    with pytest.raises(UserError, match="learns where to clip its weight, and oscillating weights are reset"):
+        check_precision("The layer", learned)
     frozen = torch.nn.Sequential(torch.nn.Linear(32, 32)).requires_grad_(False)
     dither.convert(frozen, dither.Plan(default=learned))
     with pytest.raises(UserError, match="learns where to clip its weight, which is frozen"):
