@@ -186,7 +186,9 @@ class Snip:
         """True while no estimates are taken and nothing is chosen."""
         setup, model = setup or TrainingSetup(), conversion.model
         if settings.probe == "sampling" and setup.pipeline is not None:
-            raise UserError("snip.probe='sampling' is for a whole model on each rank, or its shards: use 'joint' in a pipeline.")
+            raise UserError(
+                "snip.probe='sampling' is for a whole model on each rank, or its shards: use 'joint' in a pipeline."
+            )
         if settings.probe == "sampling" and released is not None:
             raise UserError(
                 "snip.probe='sampling' needs the gradients of a step before weights change, and this optimizer changes weights "

@@ -150,8 +150,8 @@ class SnipSettings(Estimator, Schedule, Goal):
             part.__post_init__(self)
         if self.lag >= self.every:
             raise UserError(
-                f"snip.horizon={self.horizon} and snip.delay={self.delay} are together not below snip.every={self.every}: plans "
-                "would overlap."
+                f"snip.horizon={self.horizon} and snip.delay={self.delay} are together not below snip.every={self.every}: "
+                "plans would overlap."
             )
 
     @property

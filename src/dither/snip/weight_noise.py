@@ -14,9 +14,9 @@ Signs are independent of each other, of other layers' and of the batch. So the f
 
     E c = E[e_l H_ll e_l] = s^2 tr(H_ll)        (Hutchinson's estimate of a trace)
 
-Half of it is the expected rise of the loss by white errors of the size s, E[e H e] / 2: one scalar per layer and step serves all
-layers at once, without a further pass. The variance of c is at least s^2 |g_l|^2, the slope term: the paper's loss divergence
-of one batch. Over T steps it falls by T, and what is left of it is in the standard error of the mean.
+Half of it is the expected rise of the loss by white errors of the size s, E[e H e] / 2. So one scalar per layer and step serves
+all layers at once, without a further pass. The variance of c is at least s^2 |g_l|^2, the slope term: the paper's loss
+divergence of one batch. The variance of the mean over T steps is smaller by T; `WeightNoise.curvature` estimates its root.
 
 With one layer of N K = 2 weights, H = diag(3, 5), g = (1, 0) and s = 0.1, c is +-0.1 + 0.08: 0.08 on average, a rise of 0.04.
 """
@@ -103,7 +103,7 @@ class WeightNoise:
             yield
             if [part._version for part in parts] != versions:
                 raise UserError(
-                    "An optimizer changed weights while SNIP's noise was on them: leave `snip.noise(step)` after the backward "
+                    "An optimizer changed weights while SNIP's noise was on them: leave `snip.noise` after the backward "
                     "passes, and call optimizer.step() then."
                 )
             self._accumulate(weights, kept)
@@ -164,9 +164,7 @@ def check_weight_cast(options: Sequence[Option]) -> None:
         )
 
 
-def with_curvature(
-    scores: Scores, options: Sequence[Option], first: Scores, curvature: Curvature
-) -> Scores:
+def with_curvature(scores: Scores, options: Sequence[Option], first: Scores, curvature: Curvature) -> Scores:
     """Return scores whose dL is the rise of the loss that noise found; dW and the statistics are those of `scores`.
 
         dL = (s_Y(option) / s_Y(noise))^2 * sqrt(max(mean, 0)^2 + error^2) / 2 / |L|

@@ -224,7 +224,8 @@ def tiny(ladder: Ladder) -> Ladder:
     few = replace(config, model=Model(), data=data, run=replace(config.run, device="cpu", eval_sequences=8))
     per_step = data.batch * data.sequence / parameter_count(preset("tiny", vocab_size=BYTES.vocab_size))
     names = [Arm.parse(arm) for arm in ladder.arms]
-    early = {arm.text: arm.text + ",snip.start=1,snip.delay=1" * ("snip.target" in dict(arm.settings)) for arm in names}
+    soon = ",snip.start=1,snip.horizon=4,snip.delay=1"
+    early = {arm.text: arm.text + soon * ("snip.target" in dict(arm.settings)) for arm in names}
     base = early[ladder.base]
     short = Rung(model="tiny", tokens_per_parameter=(4 * per_step, 8 * per_step), arms=(base,))  # for the law of the tokens
     rungs = (short, Rung(model="tiny", tokens_per_parameter=(16 * per_step,)))

@@ -669,8 +669,8 @@ class Config:
             _check_snip(self.precision, begins, self.run.steps, self.snip.start, self.snip.lag)
             if self.snip.probe == "sampling" and self.precision.dtypes.plan.loss_scaling:
                 raise UserError(
-                    f"snip.probe='sampling' reads gradients, and precision.mode={self.precision.mode!r} scales them: use another "
-                    "mode, or the probe 'joint'."
+                    f"snip.probe='sampling' reads gradients, and precision.mode={self.precision.mode!r} scales them: use "
+                    "another mode, or the probe 'joint'."
                 )
             if self.precision.output is not None:
                 raise UserError(
