@@ -122,8 +122,10 @@ def test_bad_arguments_are_exit_code_2(arguments, capsys):
         ("plan x --targt=0.5 --seed 1 -x --zzz", "Unrecognized options: --targt (did you mean --target?), -x, --zzz: "
          "`dither plan --help` shows the arguments."),
         ("runs a b", "Unrecognized options: b: `dither runs --help` shows the arguments."),
-        ("watch a --port q", "Error parsing --port: invalid literal for int() with base 10: 'q': `dither watch --help` shows "
-         "the arguments."),
+        ("watch a --port q", "--port is an integer, not 'q': `dither watch --help` shows the arguments."),
+        ("memory --params lots", "--params is a number, not 'lots': `dither memory --help` shows the arguments."),
+        ("memory llama-1b --compiled", "Unrecognized options: --compiled (did you mean --no-compiled?): `dither memory --help` "
+         "shows the arguments."),
     ],
 )  # fmt: skip
 def test_arguments_that_cannot_be_parsed_are_one_line(arguments, expected, capsys):
@@ -138,9 +140,8 @@ def test_arguments_that_cannot_be_parsed_are_one_line(arguments, expected, capsy
         ("--bound -inf -1 -.5 -NaN", ""),
         ("-ofolder -o=x -h", ""),
         ("-- --nothing -x", ""),
-        ("--no-json", ""),
         ("-x -steps 5", "-x, -steps (did you mean --set run.steps=5?)"),
-        ("--no-jsn -- --x", "--no-jsn (did you mean --json?)"),
+        ("--no-json -- --x", "--no-json (did you mean --json?)"),
         ("--lr --sed=3", "--lr (did you mean --set optim.lr=VALUE?), --sed (did you mean --set run.seed=3?)"),
     ],
 )
@@ -445,6 +446,16 @@ def test_help_has_words_for_values_and_fits(name, capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert not re.search(r"\[STR|\[INT|\{None|\bSTR\b|\bFLOAT\b", shown)
     assert max(len(line) for line in shown.splitlines() if not line.startswith("usage: ")) <= 80
+
+
+def test_help_joins_the_lines_of_a_docstring(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit):
+        cli.main(["export", "--help"])
+    shown = capsys.readouterr().out
+    assert "gguf-mxfp4. By default that of `dither train --qat`, whose codes are written, or else bf16." in shown
+    assert "--merge " in shown
+    assert "--no-" not in shown
 
 
 @pytest.mark.parametrize("name", ["memory", "formats", "doctor", "compare", "plan", "plan show", "plan diff", "plan auto",

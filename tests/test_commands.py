@@ -169,7 +169,7 @@ def test_a_broken_checkpoint_is_passed_over_and_said(run, tmp_path, capsys):
         (["{run}", "--cast", "e9"], "no number format 'e9'"),
         (["{run}", "--cast", "e2m1:blok(32)"], "blok(32)"),
         (["{run}", "--data", "nowhere"], "There is no file or folder 'nowhere'"),
-        (["{run}", "--sequence", "0"], "at least 1 token"),
+        (["{run}", "--sequence", "0"], "--sequence is an integer of at least 1, not 0."),
         (["{run}", "--sequences", "100000"], "100,000 sequences"),
         (["{run}", "--sequence", "5000"], "5,000"),
         (["{run}", "--device", "tpu"], "tpu"),

@@ -164,6 +164,13 @@ def test_override(setting, path, value):
     assert value_at(override(Config(), [setting]), path) == value
 
 
+def test_a_refused_setting_is_told_with_the_others_only_if_it_is_not_named():
+    with pytest.raises(UserError, match=r"^optim\.lr is a number above 0, not -1\.$"):
+        override(Config(), ["run.steps=5", "optim.lr=-1"])
+    with pytest.raises(UserError, match=r"^After the settings 'model\.width=30, model\.heads=4': In \[model\]"):
+        override(Config(), ["model.width=30", "model.heads=4"])
+
+
 def test_overrides_are_checked_together_and_leave_the_rest():
     before = Config(data=Data(batch=8, micro_batch=4), precision=Precision(sampling=Sampling(b_init=8)))
     after = override(before, ["data.batch=9", "data.micro_batch=3", "precision.sampling.b_target=2"])

@@ -383,6 +383,12 @@ def test_too_little_text(tmp_path, files, words):
     assert [path.name for path in tmp_path.iterdir()] == ["texts"]
 
 
+def test_sources_without_text_are_named_once(tmp_path):
+    (tmp_path / "a.txt").write_text("")
+    with refused(r"^There is no text in '[^']*a\.txt' \(left out: 2 empty\)\.$"):
+        data.prepare(str(tmp_path / "a.txt"), tmp_path / "tokens", held_out=str(tmp_path / "a.txt"))
+
+
 # Tokenizers
 
 

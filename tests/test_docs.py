@@ -6,6 +6,7 @@ import importlib
 import re
 import runpy
 import shlex
+import subprocess
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -23,6 +24,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 SOURCE = Path(dither.__file__).parent
 FILES = [path for path in sorted(SOURCE.rglob("*.py")) if ">>>" in path.read_text() and "triton" not in path.parts]
 MODULES = [".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__") for path in FILES]
+pytestmark = pytest.mark.usefixtures("registry_undone")
+
 OTHERS = ("huggingface.md", "torchtitan.md")
 """Pages about other packages, whose examples tests/integrations runs, with those of dither.integrations."""
 
@@ -77,6 +80,8 @@ def test_every_python_block_is_run():
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
 def test_commands_in_pages_parse(page):
+    shell = subprocess.run(["bash", "-n"], input="\n".join(commands(page)), text=True, capture_output=True)
+    assert not shell.stderr  # such as brackets without quotes
     for line in commands(page):
         words = shlex.split(re.sub(r"--plugin \S+", "", line), comments=True)[1:]  # every command takes one
         found = next((name for name in (" ".join(words[:2]), "-".join(words[:2]), words[0]) if name in cli.COMMANDS), None)

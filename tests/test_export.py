@@ -728,7 +728,10 @@ def test_mistakes_of_export_are_one_sentence(run, sampled, tmp_path, capsys):
     assert "neither a run" in said(capsys, "export", tmp_path, "-o", out, code=2)
     assert "new or empty folder" in said(capsys, "export", run, "-o", run, code=2)
     assert "There is no tokenizer 'nowhere'" in said(capsys, "export", run, "-o", out, "--tokenizer", "nowhere", code=2)
-    assert "at least 0" in said(capsys, "export", run, "-o", out, "--sequences", -1, code=2)
+    assert "--sequences is an integer of at least 0, not -1" in said(
+        capsys, "export", run, "-o", out, "--sequences", -1, code=2
+    )
+    assert "--slack 0.5 is about learned bitwidths" in said(capsys, "export", run, "-o", out, "--slack", 0.5, code=2)
     assert not out.exists()
 
 

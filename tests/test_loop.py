@@ -698,6 +698,7 @@ REFUSED = {
     "model.preset=gpt2-124m data.sequence=1025 data.batch=1": "data.sequence=1025 is longer than the 1024 positions",
     "run.device=cuda:7": "GPU",
     "data.tokenizer=nowhere.json": "There is no tokenizer 'nowhere.json'",
+    "data.tokenizer=bpe:8192": "`dither data prepare --tokenizer bpe:N` trains one",
     "precision.plan=nowhere.json": "The plan 'nowhere.json' cannot be read",
 }
 

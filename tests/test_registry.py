@@ -1,6 +1,5 @@
 """The registry: definitions from outside, plugins, plans that carry them, and what is refused before anything trains."""
 
-import contextlib
 import copy
 import json
 import runpy
@@ -38,15 +37,7 @@ from dither.spec.formats import NF4
 EXAMPLE = Path(__file__).parents[1] / "examples" / "plugin"
 
 
-class UndoError(Exception):
-    """Raised to undo what a test registered."""
-
-
-@pytest.fixture(autouse=True)
-def _undone():
-    with contextlib.suppress(UndoError), registry.registering("a test"):
-        yield
-        raise UndoError
+pytestmark = pytest.mark.usefixtures("registry_undone")
 
 
 def up(fraction, odd, random):
@@ -208,6 +199,9 @@ def test_a_plugin_that_raises_leaves_nothing_behind(tmp_path):
     assert not any(plugin.name == "broken.py" for plugin in registry.PLUGINS.values())
     path.write_text("dither.register(")
     with pytest.raises(UserError, match=r"^The plugin 'broken.py' cannot be imported: SyntaxError: "):
+        registry.load_plugin(path)
+    path.write_text("raise SystemExit(5)\n")
+    with pytest.raises(UserError, match=r"^The plugin 'broken.py' cannot be imported: SystemExit: 5\.$"):
         registry.load_plugin(path)
     path.write_text("import dither\n")
     with pytest.raises(UserError, match=r"^In the plugin 'broken.py': it registers nothing: call dither.register in it\.$"):

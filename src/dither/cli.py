@@ -19,9 +19,8 @@ from dataclasses import is_dataclass, replace
 from typing import Annotated, Any, NamedTuple, TextIO
 
 from dither.console import LastingStream, printable
-from dither.errors import DitherError, UserError
+from dither.errors import DitherError, UserError, did_you_mean
 from dither.spec import registry
-from dither.spec.checks import did_you_mean
 from dither.versions import version
 
 DESCRIPTION = "Train language models in few bits, compare precisions, evaluate, report, and choose each layer's precision."
@@ -59,8 +58,8 @@ COMMANDS = {
     "generate": Command("generate", "generate", long=True),
     "chat": Command("generate", "chat", long=True),
     "report": Command("report", "report", light=True),
-    "watch": Command("watch", "watch", light=True),
-    "runs": Command("runs", "runs", light=True),
+    "watch": Command("report", "watch", light=True),
+    "runs": Command("report", "runs", light=True),
     "data prepare": Command("data", "prepare", long=True),
     "data show": Command("data", "show"),
     "plan": Command("plan", "plan", long=True),
@@ -70,11 +69,12 @@ COMMANDS = {
     "plan auto": Command("plan", "auto", long=True),
     "plan static": Command("plan", "static"),
     "plan frontier": Command("plan", "frontier", long=True),
-    "inspect": Command("inspect", "inspect", long=True),
-    "bisect": Command("bisect", "bisect", long=True),
+    "inspect": Command("numerics", "inspect", long=True),
+    "bisect": Command("numerics", "bisect", long=True),
     "memory": Command("memory", "memory"),
     "advise": Command("advise", "advise", long=True),
     "formats": Command("formats", "formats", light=True),
+    "bench": Command("bench", "bench", long=True),
     "doctor": Command("doctor", "doctor", long=True),
 }
 """The commands by the words that follow `dither`. A dash may replace the space, as in `dither plan-show`."""
@@ -177,8 +177,9 @@ def _parse(function: Callable[..., int], name: str, words: list[str]) -> Callabl
     hints = typing.get_type_hints(function, include_extras=True)
     for option, parameter in inspect.signature(function).parameters.items():
         told = any(getattr(note, "help_behavior_hint", None) is not None for note in getattr(hints[option], "__metadata__", ()))
-        if parameter.default in (None, (), False) and not told:  # the help says it in words, or it is plain
+        if parameter.default in (None, (), False, True) and not told:  # the help says it in words, or it is plain
             hints[option] = Annotated[hints[option], tyro.conf.arg(help_behavior_hint="")]
+    deferred.__doc__ = re.sub(r"\n {8}", " ", inspect.getdoc(function) or "")  # the parser keeps breaks before some words
     deferred.__annotations__, deferred.__signature__ = hints, inspect.signature(function)  # type: ignore[attr-defined]
     del deferred.__wrapped__
     with _errors.on_parse_error(refuse):
@@ -187,7 +188,7 @@ def _parse(function: Callable[..., int], name: str, words: list[str]) -> Callabl
             prog=f"dither {name}",
             description=_description(function),
             args=words,
-            config=(tyro.conf.DisallowNone,),
+            config=(tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff),
             registry=_registry(),
         )
     return call
@@ -239,8 +240,10 @@ def _problem(event: Any) -> str:
             hint = did_you_mean(event.value, event.choices)
             return f"{title(event.argument)} is one of {', '.join(event.choices)}, not {event.value!r:.80}{hint}"
         case "InstantiationFailure":
-            where = "" if event.argument is None else f"Error parsing {title(event.argument)}: "
-            return where + str(event.message).rstrip(".")
+            message, where = str(event.message).rstrip("."), "" if event.argument is None else title(event.argument)
+            if number := re.search(r"(invalid literal for int|could not convert string to float).*: (.{,80})", message):
+                return f"{where} is {'a number' if 'float' in number[1] else 'an integer'}, not {number[2]}"
+            return f"Error parsing {where}: {message}" if where else message
     return "These arguments cannot be parsed"
 
 
@@ -253,7 +256,8 @@ def _options(function: Callable[..., object]) -> Iterator[str]:
             yield from _options(kind)
         elif parameter.kind is not parameter.POSITIONAL_ONLY:
             given = {key: value for note in notes for key, value in vars(note).items()} if notes else {}
-            yield f"--{given.get('name') or name.replace('_', '-')}"
+            off = "no-" if parameter.default is True else ""
+            yield f"--{off}{given.get('name') or name.replace('_', '-')}"
             yield from given.get("aliases") or ()
 
 
@@ -265,7 +269,7 @@ def _unknown(words: Sequence[str], options: Sequence[str]) -> str:
     >>> _unknown(["--step", "5"], ["--set", "--data"])
     'Unrecognized options: --step (did you mean --set run.steps=5?)'
     """
-    known = {"--help", "-h", *options, *(f"--no-{option[2:]}" for option in options)}
+    known = {"--help", "-h", *options}
     shorts = tuple(option for option in known if len(option) == 2)
     found = []
     for at, word in enumerate(words[: [*words, "--"].index("--")]):

@@ -18,8 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from dither.errors import UserError
-from dither.spec.checks import did_you_mean
+from dither.errors import UserError, did_you_mean
 
 S = TypeVar("S")
 
@@ -336,6 +335,8 @@ def override(settings: S, changes: Iterable[str] = (), values: Mapping[str, Any]
     try:
         return from_table(type(settings), table, base=settings)
     except UserError as error:
+        if any(path in str(error) for _, path, _ in pairs):  # it names the field that was set
+            raise
         raise UserError(f"After the settings {', '.join(changes)!r:.200}: {error}") from None
 
 

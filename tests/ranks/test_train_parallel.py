@@ -331,6 +331,8 @@ def test_sizes_of_a_layout() -> None:
     assert Parallel(tp=2).sizes(8) == {"pp": 1, "dp_replicate": 4, "dp_shard": 1, "tp": 2}
     with pytest.raises(UserError, match=r"parallel.dp_replicate=2 x parallel.tp=2 needs 4 ranks, and there is 1"):
         Parallel(dp_replicate=2, tp=2).sizes(1)
+    with pytest.raises(UserError, match=r"^A run has at least 1 rank, not 0\.$"):
+        Parallel().sizes(0)
     with pytest.raises(UserError, match=r"parallel.pp is an integer of at least 1, not 0"):
         Parallel(pp=0)
     with pytest.raises(UserError, match=r"parallel.schedule='zero-bubble' is the order of a pipeline: set parallel.pp"):

@@ -22,5 +22,4 @@ Tokenizer = Annotated[
         help="A tokenizer.json, or a folder that has one; by default that of the run or of the model.",
     ),
 ]
-Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
-Json = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="Print JSON.", help_behavior_hint="")]
+Json = Annotated[bool, tyro.conf.arg(help="Print JSON.", help_behavior_hint="")]

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from dither.commands.arguments import Device, Json, ModelPath, Switch, Tokenizer
+from dither.commands.arguments import Device, Json, ModelPath, Tokenizer
 from dither.console import ProgressBars, print_result
 from dither.errors import UserError
 from dither.spec import Plan
@@ -25,8 +25,8 @@ def export(
     sequence: int | None = None,
     sequences: int = 64,
     engine: Literal["any", "vllm"] = "any",
-    merge: Switch = False,
-    check: Switch = False,
+    merge: bool = False,
+    check: bool = False,
     max_shard_size: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "5GB",
     slack: float = 0.05,
     device: Device = "cpu",
@@ -55,6 +55,7 @@ def export(
         slack: With auto: bits by which a learned bitwidth may exceed the capacity of a format.
     """
     from dither.evaluate.deployment import SLACK
+    from dither.evaluate.variants import check_lengths
     from dither.exporting import folder
     from dither.exporting.adapters import export_adapters
     from dither.exporting.formats import AUTO, DENSE, GGUF_NAMES, check_format
@@ -67,8 +68,9 @@ def export(
         raise UserError("Name the folder to write with -o, such as -o exported.")
     if plan is not None and format != AUTO:
         raise UserError(f"--plan chooses the formats of layers, and --format {format} is one for all: use --format auto.")
-    if sequences < 0 or (sequence is not None and sequence < 1):
-        raise UserError(f"--sequence is at least 1 token and --sequences at least 0, not {sequence} and {sequences}.")
+    if slack != SLACK and (format != AUTO or plan is not None):
+        raise UserError(f"--slack {slack} is about learned bitwidths: it needs --format auto without --plan.")
+    check_lengths(sequence, sequences)
     if format is not None:
         folder.check_target(out, format)
     if format in GGUF_NAMES:
@@ -93,7 +95,7 @@ def export(
         words += ["--data", *data] if data else []
         words += ["--merge"] if merge else []
         words += ["--engine", engine] if engine != "any" else []
-        words += ["--slack", str(slack)] if format == AUTO and plan is None and slack != SLACK else []
+        words += ["--slack", str(slack)] if slack != SLACK else []
         command = shlex.join(words)
         if source.adapted is not None and source.lora is not None and not merge:
             if format != "bf16" or plan is not None:

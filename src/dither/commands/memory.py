@@ -14,6 +14,7 @@ from dither.commands.arguments import Json
 from dither.console import print_result, print_table, print_text
 from dither.data.settings import TOKENS
 from dither.errors import UserError
+from dither.spec.optimizer import stores
 from dither.spec.recipes import MEASURED, recipe_name
 from dither.spec.recipes import recipe as recipe_named
 from dither.train import config as configs
@@ -72,7 +73,7 @@ def memory(
         batch: Sequences per forward pass; by default that of the run, or 8.
         sequence: Tokens per sequence; by default that of the run, or 2048.
         checkpointing: Assume activation checkpointing: blocks keep only their inputs and are recomputed in backward.
-        compiled: Assume compiled blocks, as `dither train` has on a GPU.
+        compiled: Assume blocks that are not compiled; `dither train` compiles them on a GPU.
         accumulate: Assume gradient accumulation over several micro-batches.
         released: Assume that backward updates each block and frees its gradients.
         save: Tensors that cast layers keep of their inputs: codes, or the input; by default that of the run, or codes.
@@ -100,6 +101,12 @@ def memory(
         checkpointing="full" if checkpointing else "none",
     )
     columns = _columns(mode, recipe, states, None if run is None else run.setting)
+    for name, each in columns.items() if weights is not None else ():
+        cast = None if each.precision is None else each.precision.weight
+        if each.mode != "bf16-sr" or cast is None or not stores(cast):
+            raise UserError(
+                f"--weights fp8 goes with bf16-sr + fp8-current, not {name}: add --mode bf16-sr --recipe fp8-current."
+            )
     options = {name: value for name, value in (("save", save), ("hold", hold), ("swiglu", swiglu)) if value is not None}
     settings = {
         name: replace(

@@ -32,6 +32,9 @@ BATCH = 1 << 22
 SHOWN = 40
 """Characters of the held-out part that are shown when a single document is split."""
 
+HELD_OUT = "held out:"
+"""Stands before the sources of held-out text in the list of all sources."""
+
 
 class NothingHeldOutError(UserError):
     """All documents would be trained on, or all held out."""
@@ -260,7 +263,7 @@ def prepare(
     def skip(where: str, why: str) -> None:
         skipped[why] = skipped.get(why, 0) + 1
 
-    names = listed(sources) if isinstance(held_out, int | float) else (*listed(sources), "held out:", *listed(held_out))
+    names = listed(sources) if isinstance(held_out, int | float) else (*listed(sources), HELD_OUT, *listed(held_out))
     pairs: Iterable[tuple[bool, str | Conversation]]
     if chat is None:
         pairs = split_documents(sources, held_out, field=field, separator=separator, skip=skip, say=say, reading=reading)
@@ -331,7 +334,7 @@ def _check_split(sources: Sequence[str], held_out: object, train: int, held: int
     """Raise a UserError unless both parts have a document."""
     if train and held:
         return
-    names = ", ".join(map(repr, sources))
+    names = ", ".join(repr(name) for name in dict.fromkeys(sources) if name != HELD_OUT)
     if not train and not held:
         left = ", ".join(f"{count} {why}" for why, count in skipped.items()) or "nothing"
         raise UserError(f"There is no text in {names} (left out: {left}).")

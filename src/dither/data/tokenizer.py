@@ -203,7 +203,11 @@ def load_tokenizer(source: str | Path = "bytes", end_token: str | None = None) -
     if os.path.isdir(path):
         path = path / TOKENIZER
     if not os.path.isfile(path):
-        raise UserError(f"There is no tokenizer {str(source)!r}: name 'bytes' or the path of a tokenizer.json.")
+        trained = "; `dither data prepare --tokenizer bpe:N` trains one, and `--data` reads its folder"
+        raise UserError(
+            f"There is no tokenizer {str(source)!r}: name 'bytes' or the path of a tokenizer.json"
+            f"{trained if str(source).startswith('bpe:') else ''}."
+        )
     try:
         text = read_text(path)
     except Refused as error:

@@ -182,8 +182,7 @@ def evaluate(
         once: Tokenizes text, as in `open_corpus`.
         stage: Shows the stages of the evaluation.
     """
-    if sequences < 0 or (sequence is not None and sequence < 1):
-        raise UserError(f"--sequence is at least 1 token and --sequences at least 0, not {sequence} and {sequences}.")
+    check_lengths(sequence, sequences)
     chosen = variants or Variants()
     count = 1 + len(chosen.casts) + len(chosen.plans) + len(chosen.against)
 
@@ -224,6 +223,13 @@ def evaluate(
                 done.append(measured(path, "against", _on_text_of(subject, other)))
         sources = () if subject.corpus is None else subject.corpus.sources
         return Evaluated(subject.name, subject.step, ", ".join(data or sources), tuple(done))
+
+
+def check_lengths(sequence: int | None, sequences: int) -> None:
+    """Raise unless --sequence and --sequences are numbers of tokens and sequences."""
+    for option, value, least in (("--sequence", sequence, 1), ("--sequences", sequences, 0)):
+        if value is not None and value < least:
+            raise UserError(f"{option} is an integer of at least {least}, not {value}.")
 
 
 def deployed(model: nn.Module, cast: str) -> Deployment:

@@ -115,7 +115,7 @@ def find_model(path: str | Path) -> Found:
     if os.path.isfile(path / RUN):
         found, skipped = newest(path / CHECKPOINTS)
         if found is None:
-            damage = f": {'; '.join(why for _, why in skipped)[:300]}" if skipped else " yet."
+            damage = f": {' '.join(why for _, why in skipped)[:300]}" if skipped else " yet."
             raise UserError(f"The run {str(path)!r} has no whole checkpoint{damage}")
         return Found("checkpoint", found, path, tuple(why for _, why in skipped))
     if os.path.isfile(path / MANIFEST):

@@ -125,8 +125,10 @@ def precision_of(config: Mapping[str, Any]) -> str:
     >>> sampling = {"noise": "rounded_normal", "parts": "od"}
     >>> precision_of({"precision": {"mode": "o1", "states": "dynamic8", "sampling": sampling}, "snip": {"target": 0.5}})
     'o1, SNIP target 0.5, GaussWS on od, dynamic8 states'
+    >>> precision_of({"precision": {"mode": "bf16-sr", "weights": "fp8"}, "qat": {"format": "nvfp4"}})
+    'bf16-sr, QAT for nvfp4, fp8 weights'
     """
-    section, snip = config.get("precision"), config.get("snip")
+    section, snip, qat = config.get("precision"), config.get("snip"), config.get("qat")
     if not isinstance(section, dict):
         return ""
     words = [section.get(key) for key in ("mode", "recipe", "plan")]
@@ -136,10 +138,12 @@ def precision_of(config: Mapping[str, Any]) -> str:
             words.append(f"{entry[1]} from {entry[0]}" if entry[0] else str(entry[1]))
     if isinstance(snip, dict) and snip.get("target") is not None:
         words.append(f"SNIP target {snip['target']}")
+    if isinstance(qat, dict) and isinstance(qat.get("format"), str):
+        words.append(f"QAT for {qat['format']}")
     if isinstance(sampling, dict):
         noise = str(sampling.get("noise", "sampling"))
         words.append(f"{NOISES.get(noise, noise)} on {sampling.get('parts', 'all')}")
-    words += [f"{section[key]} {key}" for key in ("output", "states", "gradients") if section.get(key) is not None]
+    words += [f"{section[key]} {key}" for key in ("weights", "output", "states", "gradients") if section.get(key) is not None]
     return ", ".join(word for word in words if isinstance(word, str))
 
 

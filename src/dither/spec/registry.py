@@ -380,7 +380,7 @@ def _one_sentence(plugin: str) -> Iterator[None]:
         yield
     except UserError as error:
         raise UserError(f"In the {plugin}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"The {plugin} cannot be imported: {type(error).__name__}: {str(error).rstrip('.'):.300}.") from error
 
 

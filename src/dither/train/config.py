@@ -553,6 +553,8 @@ class Parallel:
 
     def sizes(self, world: int) -> dict[str, int]:
         """Return the size of each dimension of the mesh of `world` ranks, outermost first; raise unless they multiply to it."""
+        if world < 1:
+            raise UserError(f"A run has at least 1 rank, not {world}.")
         own = {"pp": self.pp, "dp_shard": self.dp_shard, "tp": self.tp}
         rest = math.prod(own.values())
         replicas = max(world // rest, 1) if self.dp_replicate is None else self.dp_replicate
