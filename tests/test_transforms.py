@@ -80,6 +80,11 @@ def test_texts_of_casts_with_transforms():
         (lambda: Cast.parse("nvfp4 hadamard(24)"), "with a size of 16, 32, 64, 128"),
         (lambda: Cast.parse("nvfp4 hadamard(16,random)"), "There is no transform"),
         (lambda: Cast.parse("e4m3 tensor delayed(16) nearest hadamard(16)"), "use it without"),
+        (lambda: Cast.parse("nvfp4 hadamard(16) hadamard(32)"), "has hadamard\\(16\\) and hadamard\\(32\\): drop one"),
+        (
+            lambda: Cast.parse("nvfp4 hadamard(16) nearest"),
+            "A cast with a name is written 'name \\[rounding\\] \\[transform\\]'",
+        ),
         (lambda: LayerPrecision.of("nvfp4 hadamard(16)", "nvfp4"), "Both operands of the forward product"),
         (lambda: LayerPrecision.of("nvfp4", "nvfp4", "nvfp4 hadamard(16)"), "the same transform: grad has 'hadamard\\(16\\)'"),
         (lambda: LayerPrecision.of("mxfp4", "mxfp4", None, {"weight_grad.input": "mxfp4 hadamard(16)"}), "grad has 'none'"),

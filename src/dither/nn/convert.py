@@ -568,7 +568,7 @@ def _obstructed(layer: Layer, precision: LayerPrecision, fallback: Fallback | No
         reason = str(error).rstrip(".")
         if treatment == "error":
             raise UserError(
-                f"{reason}; or skip={layer.name!r}, or fallback='emulate' to do so in this layer, or 'bf16' to run it uncast."
+                f"{reason}; or skip={layer.name!r}, or fallback='emulate' for this layer alone, or 'bf16' to run it uncast."
             ) from None
         return reason.partition("; emulate=True")[0]
     return ""
