@@ -783,6 +783,7 @@ class Config:
             "qat.noise_": ("qat.format", self.qat.format is not None),
             "qat.scales": ("qat.format", self.qat.format is not None),
             "snip": ("snip.target", self.snip.target is not None),
+            "snip.horizon": ("snip.probe='sampling'", self.snip.probe == "sampling"),
             "loss_scaling": scaled,
             "guard.overflow_share": scaled,
             "guard.most_skips": skips,
