@@ -176,7 +176,7 @@ def plan_walk() -> Picture:
 
 
 LAYERS = [
-    ("commands", "one module per command: parses, prints, exits", GRAY),
+    ("commands", "the commands: parse, print, exit", GRAY),
     ("tools, integrations", "comparisons, memory, advice, self-test; loops of others", GRAY),
     ("report, exporting", "pages of run folders; folders for transformers, vLLM, llama.cpp", BLUE),
     ("train", "config, loop, guard, metrics, ranks", BLUE),

@@ -1,10 +1,12 @@
 """Without a GPU the kernels run in Triton's interpreter, which must be chosen before triton is imported."""
 
+import contextlib
 import gc
 import os
 import signal
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,20 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 def device() -> str:
     """Where kernels run in this session: CUDA, or the CPU through the interpreter."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class UndoError(Exception):
+    """Raised to undo what a test registered."""
+
+
+@pytest.fixture
+def registry_undone() -> Iterator[None]:
+    """Undo what the test registers."""
+    from dither.spec import registry
+
+    with contextlib.suppress(UndoError), registry.registering("a test"):
+        yield
+        raise UndoError
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 SOURCE = Path(dither.__file__).parent
 FILES = [path for path in sorted(SOURCE.rglob("*.py")) if ">>>" in path.read_text() and "triton" not in path.parts]
 MODULES = [".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__") for path in FILES]
+pytestmark = pytest.mark.usefixtures("registry_undone")
+
 OTHERS = ("huggingface.md", "torchtitan.md")
 """Pages about other packages, whose examples tests/integrations runs, with those of dither.integrations."""
 

@@ -21,12 +21,12 @@ from dither.nn import Linear
 from dither.nn.convert import Conversion
 from dither.nn.experts import ExpertsLinear
 from dither.numerics import Monitor
-from dither.numerics.calibration import magnitudes_of, static_plan
-from dither.numerics.counts import COUNTS, cast_counts, gradient_margin
+from dither.numerics.counts import COUNTS, cast_counts, gradient_sums, margin_of
 from dither.numerics.monitor import last_update
 from dither.optim import AdamMini, AdamW
 from dither.optim.roles import Role
 from dither.spec import Cast, Sampling
+from dither.spec.plan import static_plan
 from dither.spec.schedule import PlanSchedule
 from dither.train import Config, train
 from dither.train.plans import RunPlans
@@ -184,7 +184,7 @@ def test_the_margin_of_the_gradient_over_its_noise(plan):
     if plan == "fp8-block":  # draws nothing
         assert monitor.report.margin is None
         return
-    assert monitor.report.margin == gradient_margin(*found)
+    assert monitor.report.margin == margin_of(*gradient_sums(*found).tolist())
     assert 1 < monitor.report.margin < 100
     assert not monitor.report.problems
 
@@ -536,8 +536,7 @@ def test_static_scales_are_for_whole_tensors():
     monitor = Monitor(model)
     with monitor.step(0):
         model(data()).square().mean().backward()
-    known = magnitudes_of([monitor.report])
-    assert known["0"]["input"] == data().abs().max().item()
+    known = {layer.name: {operand: each.amax for operand, each in layer.operands} for layer in monitor.report.layers}
     with pytest.raises(UserError, match="No operand of this plan"):
         static_plan(recipe("fp8-row"), known)
     mixed = Plan(default=LayerPrecision.of("e4m3 tensor", "e4m3 row", "e4m3 row", {"weight_grad.input": "e5m2 tensor"}))

@@ -129,7 +129,18 @@ LONG = [name for name, command in cli.COMMANDS.items() if command.long]
 
 
 def test_commands_that_train_measure_or_load_models_are_long():
-    short = {"report", "watch", "runs", "data show", "plan show", "plan diff", "plan options", "memory", "formats"}
+    short = {
+        "report",
+        "watch",
+        "runs",
+        "data show",
+        "plan show",
+        "plan diff",
+        "plan options",
+        "plan static",
+        "memory",
+        "formats",
+    }
     assert set(cli.COMMANDS) - set(LONG) == short
 
 

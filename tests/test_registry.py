@@ -1,6 +1,5 @@
 """The registry: definitions from outside, plugins, plans that carry them, and what is refused before anything trains."""
 
-import contextlib
 import copy
 import json
 import runpy
@@ -38,15 +37,7 @@ from dither.spec.formats import NF4
 EXAMPLE = Path(__file__).parents[1] / "examples" / "plugin"
 
 
-class UndoError(Exception):
-    """Raised to undo what a test registered."""
-
-
-@pytest.fixture(autouse=True)
-def _undone():
-    with contextlib.suppress(UndoError), registry.registering("a test"):
-        yield
-        raise UndoError
+pytestmark = pytest.mark.usefixtures("registry_undone")
 
 
 def up(fraction, odd, random):

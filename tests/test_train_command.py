@@ -177,19 +177,25 @@ def test_a_preset_with_experts_is_a_mixtral(text: Path, tmp_path: Path) -> None:
     assert (model.config.model_type, model.config.num_local_experts, model.config.vocab_size) == ("mixtral", 2, 257)
 
 
-def test_gpu_memory_chooses_what_costs_least_and_fits(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun = []
+@pytest.fixture
+def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """The configs of runs that begin on an H200 and train nothing."""
+    configs: list[Config] = []
 
     def run(config: Config, **_: object) -> Outcome:
-        begun.append(config)
+        configs.append(config)
         return Outcome(
             code=0, how="done", step=0, folder=tmp_path, why="", loss=None, bits_per_byte=None, unigram=None, seconds=0.0
         )
 
     monkeypatch.setattr("dither.train.loop.train", run)
     monkeypatch.setattr("dither.tools.recommend.gpus_here", lambda: (GPUS["h200"],))
+    return configs
+
+
+def test_gpu_memory_chooses_what_costs_least_and_fits(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], begun: list[Config]
+) -> None:
     config = {
         "model_type": "llama",
         "hidden_size": 4096,
@@ -229,18 +235,8 @@ def test_gpu_memory_chooses_what_costs_least_and_fits(
 
 
 def test_fast_takes_what_was_measured_and_leaves_what_is_set(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, begun: list[Config]
 ) -> None:
-    begun = []
-
-    def run(config: Config, **_: object) -> Outcome:
-        begun.append(config)
-        return Outcome(
-            code=0, how="done", step=0, folder=tmp_path, why="", loss=None, bits_per_byte=None, unigram=None, seconds=0.0
-        )
-
-    monkeypatch.setattr("dither.train.loop.train", run)
-    monkeypatch.setattr("dither.tools.recommend.gpus_here", lambda: (GPUS["h200"],))
     words = ["train", "--fast", "--data", str(text), "model.preset=llama-1b", "data.sequence=2048", "data.batch=8"]
     assert cli.main(words) == 0
     found = begun[-1].precision

@@ -19,9 +19,8 @@ from dataclasses import is_dataclass, replace
 from typing import Annotated, Any, NamedTuple, TextIO
 
 from dither.console import LastingStream, printable
-from dither.errors import DitherError, UserError
+from dither.errors import DitherError, UserError, did_you_mean
 from dither.spec import registry
-from dither.spec.checks import did_you_mean
 from dither.versions import version
 
 DESCRIPTION = "Train language models in few bits, compare precisions, evaluate, report, and choose each layer's precision."
@@ -59,8 +58,8 @@ COMMANDS = {
     "generate": Command("generate", "generate", long=True),
     "chat": Command("generate", "chat", long=True),
     "report": Command("report", "report", light=True),
-    "watch": Command("watch", "watch", light=True),
-    "runs": Command("runs", "runs", light=True),
+    "watch": Command("report", "watch", light=True),
+    "runs": Command("report", "runs", light=True),
     "data prepare": Command("data", "prepare", long=True),
     "data show": Command("data", "show"),
     "plan": Command("plan", "plan", long=True),
@@ -70,8 +69,8 @@ COMMANDS = {
     "plan auto": Command("plan", "auto", long=True),
     "plan static": Command("plan", "static"),
     "plan frontier": Command("plan", "frontier", long=True),
-    "inspect": Command("inspect", "inspect", long=True),
-    "bisect": Command("bisect", "bisect", long=True),
+    "inspect": Command("numerics", "inspect", long=True),
+    "bisect": Command("numerics", "bisect", long=True),
     "memory": Command("memory", "memory"),
     "advise": Command("advise", "advise", long=True),
     "formats": Command("formats", "formats", light=True),

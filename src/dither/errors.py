@@ -1,4 +1,9 @@
-"""Exceptions. Each message is a sentence that says what was given and what would work."""
+"""Exceptions, and checks that raise them. Each message is a sentence that says what was given and what would work."""
+
+import difflib
+import math
+from collections.abc import Iterable
+from typing import Any
 
 
 class DitherError(Exception):
@@ -16,3 +21,30 @@ class UserError(DitherError, ValueError):
 
 class PerformanceWarning(UserWarning):
     """A warning, given once, that something works but is slower than necessary."""
+
+
+def check_number(name: str, value: object, least: float, most: float) -> None:
+    """Raise unless a value is a finite number from `least` to `most`. `name` begins the message."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most or math.isinf(value):
+        limits = f"from {least:g} to {most:g}" if math.isfinite(most) else f"of at least {least:g}"
+        raise UserError(f"{name} is a number {limits}, not {value!r}.")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return " (did you mean 'x'?)" for the known name that is closest to `name`, or "" if none is close.
+
+    >>> did_you_mean("e4m4", ["e4m3", "int8"])
+    " (did you mean 'e4m3'?)"
+    """
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def checked_keys(kind: str, data: object, known: tuple[str, ...]) -> dict[str, Any]:
+    """Return `data` if it is a JSON object without unknown keys; raise otherwise. `kind` names the object in the message."""
+    if not isinstance(data, dict):
+        raise UserError(f"A {kind} in JSON is an object with the keys {', '.join(known)}, not {data!r}.")
+    for key in data:
+        if key not in known:
+            raise UserError(f"A {kind} has no key {key!r}{did_you_mean(str(key), known)}: its keys are {', '.join(known)}.")
+    return data

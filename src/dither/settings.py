@@ -18,8 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from dither.errors import UserError
-from dither.spec.checks import did_you_mean
+from dither.errors import UserError, did_you_mean
 
 S = TypeVar("S")
 

@@ -11,7 +11,7 @@ from dither.commands.arguments import Json
 from dither.console import ProgressBars, print_result, print_table, print_text
 from dither.errors import UserError
 from dither.spec import registry
-from dither.spec.formats import Format
+from dither.spec.formats import Format, number_text
 
 SHORT = 8
 """All values of formats with up to this many bits are listed."""
@@ -118,12 +118,6 @@ def _compare(casts: tuple[str, ...], on: str, tensor: str | None, plot: tuple[Pa
     return 0
 
 
-def _number(x: float) -> str:
-    """Return a power of two as 2^n, unless it is from 1 to 1024, and other numbers with up to six digits."""
-    fraction, exponent = math.frexp(x)
-    return f"2^{exponent - 1}" if fraction == 0.5 and not 1 <= x <= 1024 else f"{x:g}"
-
-
 def _exactly(x: float) -> str:
     """Return a value with all its digits."""
     fraction, exponent = math.frexp(abs(x))
@@ -138,15 +132,15 @@ def _row(format: Format) -> tuple[str, ...]:
         str(format.bits),
         f"{format.exponent_bits}/{format.mantissa_bits}" if format.exponent_bits else "-",
         str(format.bias) if format.exponent_bits else "-",
-        _number(format.max),
-        _number(format.min_normal),
-        _number(format.min_subnormal) if format.mantissa_bits and format.exponent_bits else "-",
-        "-" if format.unit_roundoff is None else _number(format.unit_roundoff),
+        number_text(format.max),
+        number_text(format.min_normal),
+        number_text(format.min_subnormal) if format.mantissa_bits and format.exponent_bits else "-",
+        "-" if format.unit_roundoff is None else number_text(format.unit_roundoff),
         "-" if format.digits is None else f"{format.digits:.1f}",
         f"{format.binades:.1f}",
         "yes" if format.inf else "no",
         "yes" if format.nan else "no",
-        _number(float(1 << format.bits)),
+        number_text(float(1 << format.bits)),
     )
 
 

@@ -173,10 +173,10 @@ def static(run: RunPath, /, headroom: float = 2.0, output: Output = None, json: 
         headroom: The factor by which later values may be larger than the measured ones before they saturate.
         output: A file for the plan.
     """
-    from dither.numerics.calibration import static_plan
     from dither.report.layers import magnitudes
     from dither.report.run_folder import read
     from dither.snip.planning import picture
+    from dither.spec.plan import static_plan
 
     found = read(run)
     if found.plan is None:

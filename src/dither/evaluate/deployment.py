@@ -38,7 +38,6 @@ def plan_from_bitwidths(
     model: nn.Module,
     *,
     granularity: str = "block(32)",
-    scale: str = "fp32",
     quantile: float = 1.0,
     slack: float = 0.0,
     formats: Sequence[str] = DEPLOYABLE,
@@ -50,7 +49,6 @@ def plan_from_bitwidths(
     Args:
         model: A model with sampled layers.
         granularity: Granularity of the casts.
-        scale: Scale of the casts.
         quantile: The fraction of a layer's weights whose b_t the format must carry.
         slack: Bits by which b_t may exceed the capacity of a format.
         formats: The formats to choose from.
@@ -69,17 +67,17 @@ def plan_from_bitwidths(
     for name, layer in sampled_layers(model).items():
         b_t, counts = learned_blocks(name, layer)
         format = deployable(_quantile(less_slack(b_t, slack), counts, quantile), formats)
-        rules.append((name, LayerPrecision(weight=weight_cast(format.name, granularity, scale))))
+        rules.append((name, LayerPrecision(weight=weight_cast(format.name, granularity))))
     return Plan(layers=tuple(rules), provenance={"origin": "bitwidths", "quantile": quantile, "slack": slack})
 
 
-def weight_cast(format: str, granularity: str = "block(32)", scale: str = "fp32") -> Cast:
+def weight_cast(format: str, granularity: str = "block(32)") -> Cast:
     """Return a cast of weights to `format`, without a scale if the format has float32's range.
 
     >>> str(weight_cast("e2m1")), str(weight_cast("bf16"))
     ('e2m1 block(32) fp32 nearest', 'bf16 nearest')
     """
-    return Cast(format) if Format.parse(format).exponent_bits == 8 else Cast(format, granularity, scale)
+    return Cast(format) if Format.parse(format).exponent_bits == 8 else Cast(format, granularity, "fp32")
 
 
 def parse_cast(text: str) -> Cast:

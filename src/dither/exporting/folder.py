@@ -16,9 +16,8 @@ from dither.console import Stage, silent
 from dither.errors import UserError
 from dither.evaluate.deployment import SLACK, Evaluate, plan_from_bitwidths
 from dither.evaluate.held_out import evaluating
-from dither.exporting.formats import AUTO, DENSE, FORMATS, check_format, format_of
+from dither.exporting.formats import AUTO, DENSE, FORMATS, EncodedLayer, check_format, encode, format_of
 from dither.exporting.gguf import GGUF, GgufModel
-from dither.exporting.layers import EncodedLayer, encode
 from dither.exporting.record import Export, ExportedLayer, check_logits, model_card, relative_error
 from dither.exporting.tokenizer_files import AnyTokenizer, TokenizerFiles
 from dither.files import new_folder, sync

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
-from dither.exporting.formats import FORMATS
-from dither.exporting.layers import in_files
+from dither.exporting.formats import FORMATS, in_files
 from dither.models.deployment import FUSED, StoredModel
 from dither.models.few_bits import as_in_file
 from dither.models.lora import plain_name

@@ -272,32 +272,18 @@ LEAVE_FP4 = math.sqrt(3.0)
 """Margin of a gradient below which stochastic FP4 no longer pays (arXiv 2505.19115)."""
 
 
-def gradient_margin(one: Iterable[Tensor], other: Iterable[Tensor]) -> float:
-    """Return the norm of a gradient divided by that of its quantization noise; below LEAVE_FP4, leave FP4.
-
-    Both are estimated from two gradients of the same batch, which differ by their random bits alone: <g, g'> is the squared
-    norm without noise, and |g - g'|^2 / 2 that of the noise. Run backward twice on one batch, in step contexts of two steps.
-
-    Args:
-        one: The gradients of the parameters, such as [p.grad.clone() for p in model.parameters()].
-        other: Those of the second run, in the same order.
-
-    >>> round(gradient_margin([torch.tensor([3.0, 4.0])], [torch.tensor([3.0, 5.0])]), 2)
-    7.62
-    """
-    shared, noise = gradient_sums(one, other).tolist()
-    return margin_of(shared, noise)
-
-
 def gradient_sums(one: Iterable[Tensor], other: Iterable[Tensor]) -> Tensor:
-    """Return <g, g'> and |g - g'|^2 / 2 of two gradients, float64[2] on their device."""
+    """Return <g, g'> and |g - g'|^2 / 2 of two gradients of one batch, float64[2] on their device.
+
+    The gradients differ by their random bits alone, so these estimate the squared norms of the gradient and of its noise.
+    """
     pairs = [(g.double(), h.double()) for g, h in zip(one, other, strict=True)]
     sums = [torch.stack([(g * h).sum(), (g - h).square().sum() / 2]) for g, h in pairs]
     return torch.stack(sums).sum(0)
 
 
 def margin_of(shared: float, noise: float) -> float:
-    """Return the margin from the sums of `gradient_sums`; infinite without noise.
+    """Return the norm of a gradient divided by that of its noise, from `gradient_sums`; infinite without noise.
 
     >>> margin_of(9.0, 1.0), margin_of(-2.0, 1.0), margin_of(4.0, 0.0)
     (3.0, 0.0, inf)

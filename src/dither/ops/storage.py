@@ -1,4 +1,7 @@
-"""How codes and scales are stored: torch's dtypes of number formats, and memory for the results of casts."""
+"""How codes and scales are stored: torch's dtypes of number formats, memory for the results of casts, and packed codes.
+
+Two 4-bit codes share a byte, low half first; four 6-bit codes share three bytes, little endian.
+"""
 
 import functools
 
@@ -7,7 +10,7 @@ from torch import Tensor
 
 from dither.spec.cast import Cast
 from dither.spec.formats import Format
-from dither.spec.groups import GroupLayout, expose_scale, layout_of, lines_innermost, packed_length
+from dither.spec.groups import PACKED_BITS, GroupLayout, expose_scale, layout_of, lines_innermost, packed_length
 
 DTYPES = {
     "fp32": torch.float32,
@@ -74,3 +77,33 @@ def _known_outputs(
 ) -> list[tuple[torch.Size, tuple[int, ...], torch.dtype]]:
     outputs = empty_outputs(torch.empty(shape, device="meta"), cast, axis, container)
     return [(out.shape, out.stride(), out.dtype) for out in outputs]
+
+
+def pack(codes: Tensor, format: Format) -> Tensor:
+    """Pack int32 codes [..., n] into the integer dtype of the format's storage.
+
+    >>> pack(torch.tensor([1, 2, 3], dtype=torch.int32), Format.parse("e2m1"))  # 0x21, 0x03
+    tensor([33,  3], dtype=torch.uint8)
+    """
+    if format.bits not in PACKED_BITS:
+        return codes.to(integer_dtype(format)).contiguous()
+    per = 2 if format.bits == 4 else 4
+    codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % per))
+    shifts = torch.arange(per, device=codes.device, dtype=torch.int32) * format.bits
+    words = (codes.reshape(*codes.shape[:-1], codes.shape[-1] // per, per) << shifts).sum(-1, dtype=torch.int32)
+    octets = torch.arange(per * format.bits // 8, device=codes.device, dtype=torch.int32) * 8
+    return (words[..., None] >> octets & 0xFF).flatten(-2).to(torch.uint8)
+
+
+def unpack(stored: Tensor, n: int, format: Format) -> Tensor:
+    """Return int32 codes [..., n]: the inverse of `pack`."""
+    codes = stored.int() & ((1 << format.bits) - 1 if format.bits < 32 else -1)
+    if format.bits not in PACKED_BITS:
+        return codes
+    per = 2 if format.bits == 4 else 4
+    octets = torch.arange(per * format.bits // 8, device=stored.device, dtype=torch.int32) * 8
+    words = (stored.int().reshape(*stored.shape[:-1], stored.shape[-1] // octets.numel(), octets.numel()) << octets).sum(
+        -1, dtype=torch.int32
+    )
+    shifts = torch.arange(per, device=stored.device, dtype=torch.int32) * format.bits
+    return (words[..., None] >> shifts & ((1 << format.bits) - 1)).flatten(-2)[..., :n]

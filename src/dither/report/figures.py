@@ -30,7 +30,7 @@ from dither.report.charts import (
 )
 from dither.report.layers import OperandPrecision, bit_scale, grid_of, layer_bits, plan_operands
 from dither.spec import Plan
-from dither.spec.formats import Format
+from dither.spec.formats import Format, number_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -445,7 +445,7 @@ def number_line(format: Format) -> NumberLine:
     return NumberLine(
         name=format.name,
         colour=format_colour(format.name),
-        about=f"{_number(smallest)} to {_number(format.max)}{dense}",
+        about=f"{number_text(smallest)} to {number_text(format.max)}{dense}",
         scaled=tuple(value / format.max for value in values),
         normal=tuple(math.log2(value) for value, normal in zip(positive, is_normal, strict=True) if normal),
         subnormal=tuple(math.log2(value) for value, normal in zip(positive, is_normal, strict=True) if not normal),
@@ -460,12 +460,6 @@ def write_number_lines(formats: Sequence[Format], path: Path) -> Path:
         raise UserError(f"Number lines are written as .svg or .png, not as {path.name!r:.80}: as in --plot formats.svg.")
     lines = [number_line(format) for format in formats]
     return write_drawing(lambda figure: _draw(figure, lines), path)
-
-
-def _number(value: float) -> str:
-    """Return a power of two as 2^n unless it is from 1 to 1024, and other numbers with up to six digits."""
-    fraction, exponent = math.frexp(value)
-    return f"2^{exponent - 1}" if fraction == 0.5 and not 1 <= value <= 1024 else f"{value:g}"
 
 
 def _draw(figure: "Figure", lines: Sequence[NumberLine]) -> None:
@@ -497,7 +491,7 @@ def _draw(figure: "Figure", lines: Sequence[NumberLine]) -> None:
     axes.set_xlim(low, high)
     step = 1 << max(0, math.ceil(math.log2((high - low) / 11)))
     ticks = range(math.ceil(low / step) * step, math.floor(high) + 1, step)
-    axes.set_xticks(list(ticks), [_number(2.0**tick) for tick in ticks])
+    axes.set_xticks(list(ticks), [number_text(2.0**tick) for tick in ticks])
     axes.set_xlabel("value, logarithmic")
 
 

@@ -9,6 +9,7 @@ True
 e2m1 tile(32) pow2 nearest
 """
 
+from dither.errors import did_you_mean as did_you_mean
 from dither.spec.cast import GROUP_SIZES as GROUP_SIZES
 from dither.spec.cast import NAMED_CASTS as NAMED_CASTS
 from dither.spec.cast import Cast as Cast
@@ -16,7 +17,6 @@ from dither.spec.cast import Granularity as Granularity
 from dither.spec.cast import Rounding as Rounding
 from dither.spec.cast import Scale as Scale
 from dither.spec.cast import Transform as Transform
-from dither.spec.checks import did_you_mean as did_you_mean
 from dither.spec.layer import OPERANDS as OPERANDS
 from dither.spec.layer import PRODUCTS as PRODUCTS
 from dither.spec.layer import SAMPLINGS as SAMPLINGS

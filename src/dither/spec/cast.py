@@ -6,9 +6,8 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
-from dither.errors import UserError
+from dither.errors import UserError, did_you_mean
 from dither.spec import registry
-from dither.spec.checks import did_you_mean
 from dither.spec.formats import Format, spelled
 
 

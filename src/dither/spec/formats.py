@@ -13,9 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dither.errors import UserError
+from dither.errors import UserError, checked_keys, did_you_mean
 from dither.spec import registry
-from dither.spec.checks import checked_keys, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -322,6 +321,16 @@ def neighbours(book: tuple[float, ...], x: float) -> tuple[int, int]:
         return toward, max(toward - 1, 0)
     toward = bisect.bisect_right(book, x) - 1
     return toward, min(toward + 1, len(book) - 1)
+
+
+def number_text(value: float) -> str:
+    """Return a power of two as 2^n unless it is from 1 to 1024, and other numbers with up to six digits.
+
+    >>> number_text(2**-9), number_text(448), number_text(4)
+    ('2^-9', '448', '4')
+    """
+    fraction, exponent = math.frexp(value)
+    return f"2^{exponent - 1}" if fraction == 0.5 and not 1 <= value <= 1024 else f"{value:g}"
 
 
 def _is_int(value: object, least: int, most: int) -> bool:

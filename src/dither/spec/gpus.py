@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from dither.errors import UserError
-from dither.spec.checks import did_you_mean
+from dither.errors import UserError, did_you_mean
 
 GIB = 2**30
 

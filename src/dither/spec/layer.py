@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from dither.errors import UserError
+from dither.errors import UserError, checked_keys, did_you_mean
 from dither.spec.cast import Cast
-from dither.spec.checks import checked_keys, did_you_mean
 from dither.spec.sampling import Sampling
 
 Save = Literal["codes", "input"]

@@ -7,9 +7,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dither.errors import UserError
+from dither.errors import UserError, did_you_mean
 from dither.spec.cast import Cast
-from dither.spec.checks import did_you_mean
 from dither.spec.formats import TABLE, Format
 
 BITS = 16

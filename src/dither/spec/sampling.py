@@ -5,8 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from dither.errors import UserError
-from dither.spec.checks import check_number, checked_keys, did_you_mean
+from dither.errors import UserError, check_number, checked_keys, did_you_mean
 from dither.spec.patterns import check_pattern, matches
 
 Noise = Literal["rounded_normal", "rounded_normal_exact", "uniform", "none"]

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field, replace
 from typing import Literal
 
-from dither.errors import UserError
-from dither.spec.checks import did_you_mean
+from dither.errors import UserError, did_you_mean
 from dither.spec.plan import Plan, with_forward_casts
 from dither.spec.recipes import ALIASES, MEASURED, RECIPES, recipe
 

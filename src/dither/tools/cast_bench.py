@@ -13,8 +13,7 @@ from dither.errors import UserError
 from dither.models.open import find_model, open_model
 from dither.numerics.counts import COUNTS, cast_counts
 from dither.ops import Quantized, fake_quantize, quantize
-from dither.ops.reference.packing import unpack
-from dither.ops.storage import integer_dtype
+from dither.ops.storage import integer_dtype, unpack
 from dither.report.charts import format_colour
 from dither.report.figures import write_drawing
 from dither.spec import Cast, did_you_mean
@@ -92,18 +91,17 @@ class Comparison:
         return asdict(self)
 
 
-def find_tensor(source: str, name: str | None = None, seed: int = 0) -> tuple[str, Tensor]:
+def find_tensor(source: str, name: str | None = None) -> tuple[str, Tensor]:
     """Return a matrix and what it is: drawn from a distribution, or read from a model or a safetensors file.
 
     Args:
         source: One of DISTRIBUTIONS; or a run, a checkpoint or a folder of a model; or a safetensors file.
         name: The name of a tensor in it, which may be left out if there is one matrix.
-        seed: The seed of a distribution.
     """
     if source in DISTRIBUTIONS:
         if name is not None:
             raise UserError(f"The distribution {source!r} has no tensor {name!r}: leave --tensor out.")
-        return source, DISTRIBUTIONS[source](SHAPE, torch.Generator().manual_seed(seed))
+        return source, DISTRIBUTIONS[source](SHAPE, torch.Generator().manual_seed(0))
     path = Path(source)
     if not path.exists():
         raise UserError(

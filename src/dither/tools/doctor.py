@@ -14,10 +14,10 @@ from torch import Tensor
 from dither.console import print_result, print_table, print_text
 from dither.errors import UserError
 from dither.ops.backend import describe
-from dither.ops.reference import matmul, packing, rounding
+from dither.ops.reference import matmul, rounding
 from dither.ops.reference.matmul import Operand
 from dither.ops.reference.scales import stored_scale
-from dither.ops.storage import storage_dtype
+from dither.ops.storage import pack, storage_dtype
 from dither.spec import Cast
 from dither.spec.engines import TRIED, VERIFIABLE, Engine
 from dither.spec.formats import TABLE, Format
@@ -130,7 +130,7 @@ def _mx_product(name: str, size: int, device: str) -> tuple[Tensor, Tensor]:
     a_MK, b_NK = _operands()
     element = Format.parse(name)
     dtype = torch.float8_e4m3fn if element.bits == 8 else torch.float4_e2m1fn_x2
-    a, b = (packing.pack(rounding.encode(x, element), element).to(device).view(dtype) for x in (a_MK, b_NK))
+    a, b = (pack(rounding.encode(x, element), element).to(device).view(dtype) for x in (a_MK, b_NK))
     if size == 32:
         recipe = ScalingType.BlockWise1x32
         twos = torch.full((M * K // 32,), 128, dtype=torch.uint8, device=device).view(torch.float8_e8m0fnu)
@@ -221,7 +221,7 @@ def unit_operand(cast: Cast, rows: int, length: int, kind: str, seed: int) -> Op
             place = torch.randint(length, (rows, 1), generator=generator)
             drawn = torch.zeros_like(drawn).scatter(1, place, drawn.gather(1, place))
         codes = rounding.encode(drawn, element)
-    values = packing.pack(codes, element).view(storage_dtype(element))
+    values = pack(codes, element).view(storage_dtype(element))
     size, group = cast.group.size, cast.group.kind
     shape = {
         "tensor": (),

@@ -189,7 +189,10 @@ def plan(ladder: Ladder, out: Path) -> dict[str, Run]:
         for number, ratio, arm in cases:
             run = _run(ladder, arm, sized, parameters, ratio, number, out)
             if (name := Path(run.config.run.out).name) in found:
-                raise UserError(f"The run {name!r} occurs twice: name each arm and number of tokens per parameter once.")
+                raise UserError(
+                    f"The run {name!r} occurs twice: name each arm and number of tokens per parameter once, and put rungs with "
+                    "other settings into a file of their own."
+                )
             found[name] = run
     return found
 
@@ -213,7 +216,9 @@ def speed_runs(runs: dict[str, Run]) -> dict[str, Run]:
         path = Path(run.config.run.out)
         path = path.with_name(f"speed-{path.name.partition('-seed-')[0]}")
         short = replace(run.config.run, steps=SPEED_STEPS, eval_every=0, log_every=SPEED_STEPS // 8, out=str(path))
-        found[path.name] = replace(run, config=replace(run.config, run=short), casts=(), kind="speed")
+        snip = run.config.snip
+        early = snip if snip.target is None else replace(snip, start=1, delay=1)  # steps with SNIP's plan count
+        found[path.name] = replace(run, config=replace(run.config, run=short, snip=early), casts=(), kind="speed")
     return found
 
 

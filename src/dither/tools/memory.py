@@ -107,7 +107,7 @@ class Shape:
         return self.block_weights + self.layers * biases + norms + embeddings
 
 
-def llama_of(parameters: float, *, vocab: int = 32000) -> Shape:
+def llama_of(parameters: float) -> Shape:
     """Return the shape of a Llama of about that many parameters: width / 128 blocks, a feed-forward width of 8/3 of the width.
 
     >>> llama_of(7e9).width, llama_of(7e9).layers, round(llama_of(7e9).parameters / 1e9, 1)
@@ -120,7 +120,7 @@ def llama_of(parameters: float, *, vocab: int = 32000) -> Shape:
         width = 64 * step
         feed_forward = 128 * math.ceil(8 * width / 3 / 128)
         return Shape(
-            width=width, layers=max(2, width // 128), heads=max(1, width // 128), feed_forward=feed_forward, vocab=vocab
+            width=width, layers=max(2, width // 128), heads=max(1, width // 128), feed_forward=feed_forward, vocab=32000
         )
 
     return min((of(step) for step in range(1, 2048)), key=lambda shape: abs(shape.parameters - parameters))
@@ -587,10 +587,10 @@ def layouts(shape: Shape, gpus: int, *, node: int = 8) -> Iterator[ScheduledLayo
                     yield ScheduledLayout(dp_replicate=data // dp_shard, dp_shard=dp_shard, tp=tp, pp=pp, schedule=schedule)
 
 
-def splits_evenly(shape: Shape, tp: int, block: int = 128) -> bool:
+def splits_evenly(shape: Shape, tp: int) -> bool:
     """Return True if tensor parallelism leaves whole blocks of scales to each GPU, or whole features if blocks never fit."""
     sizes = (shape.query_width, shape.key_width, shape.feed_forward)
-    return all(size % (tp * (block if size % block == 0 else 1)) == 0 for size in sizes)
+    return all(size % (tp * (128 if size % 128 == 0 else 1)) == 0 for size in sizes)
 
 
 def stage_layers(shape: Shape, layout: ScheduledLayout, *, last: bool) -> int:

@@ -74,17 +74,16 @@ class Recommendation:
         return StepPasses(batch=batch, sequence=sequence, number=2 if accumulate else 1, checkpointing=again)
 
 
-def recommend(shape: Shape, gpu: Gpu, *, sequence: int = 2048, tokens: int = PASS, risk: Risk = "low") -> Recommendation:
+def recommend(shape: Shape, gpu: Gpu, *, sequence: int = 2048, risk: Risk = "low") -> Recommendation:
     """Recommend a precision to train a model in on one GPU, with reasons.
 
-    Settings are tried in order of decreasing memory. The first one that fits with `tokens` tokens per forward pass is taken. If
+    Settings are tried in order of decreasing memory. The first one that fits with 8192 tokens per forward pass is taken. If
     none fits, it is the leanest one with fewer tokens, and if that does not fit either, one with checkpointing.
 
     Args:
         shape: Sizes of the model.
         gpu: The GPU.
         sequence: Tokens per sequence.
-        tokens: Desired tokens per forward pass.
         risk: "none" keeps the numerics of mixed precision in BF16 (FP16 if the GPU has no BF16). "low" adds FP8, stochastic
             rounding and 8-bit states; "high" adds FP4 if the GPU has units for it.
 
@@ -97,7 +96,7 @@ def recommend(shape: Shape, gpu: Gpu, *, sequence: int = 2048, tokens: int = PAS
     if risk not in ("none", "low", "high"):
         raise UserError(f"The risk is none, low or high, not {risk!r}.")
     ladder, reasons = _ladder(shape, gpu, risk)
-    wanted = max(1, -(-tokens // sequence))
+    wanted = max(1, -(-PASS // sequence))
     plain, again = ([rung for rung in ladder if rung.checkpointing is kind] for kind in (False, True))
     for least, rungs in ((wanted, plain), (1, plain[::-1]), (wanted, again), (1, again)):
         for rung in rungs:
@@ -204,14 +203,33 @@ class Fastest:
 FP8_FASTER_FROM = 1e8
 """Parameters from which FP8 with stochastic rounding is faster than BF16: in `dither train`, 1.13 times o1's speed at 134M."""
 
+
+class Saving(NamedTuple):
+    """Settings that save memory, and what they cost."""
+
+    settings: Mapping[str, Any]
+    cost: str
+
+
+SAVINGS = (
+    Saving({"precision.states": "companded8"}, "no difference in losses was found, and steps are hardly slower"),
+    Saving({"precision.logits": "chunked"}, "the same loss and products; the output layer is not cast"),
+    Saving({"precision.save": "input", "precision.hold": "none"}, "1 to 3 % of the speed, and the same numbers"),
+    Saving(
+        {"optim.release_gradients": True, "optim.clip_norm": "previous"},
+        "gradients are clipped by the norm of the previous step; at 8B this and the two before it cost 2 % of the speed",
+    ),
+    Saving({"parallel.checkpointing": "full"}, "a quarter of the speed (8B on an H200), and the same numbers"),
+    Saving({"precision.weights": "fp8"}, "weights have 4 significant bits and noise; the effect on losses was not measured"),
+    Saving({"precision.states": "dynamic4"}, "states of 4 bits; the effect on losses was not measured"),
+)
+"""In the order in which they cost speed, and then quality; each in addition to those before it."""
+
 LEANER: tuple[Mapping[str, Any], ...] = (
     {},
-    {"precision.states": "companded8"},
-    {"precision.save": "input", "precision.hold": "none"},
-    {"optim.release_gradients": True, "optim.clip_norm": "previous"},
-    {"parallel.checkpointing": "full"},
+    *(saving.settings for saving in SAVINGS[:5] if "precision.logits" not in saving.settings),
 )
-"""Settings that save memory, each in addition to those before it, in the order in which they cost time."""
+"""Savings that change no number but states and clipping, each in addition to those before it; --fast casts the output layer."""
 
 
 def fastest(shape: Shape, gpu: Gpu, passes: StepPasses) -> Fastest:
@@ -265,10 +283,9 @@ def fastest_config(config: Config, stored: Config | None = None) -> tuple[Config
         config: The config of a run.
         stored: The config of the run that resumes, whose choices are kept.
     """
-    default = Config()
     if config.precision.recipe == AUTO:
         config = replace(config, precision=replace(config.precision, recipe=None))
-    open_fields = [path for path in FAST_FIELDS if value_at(config, path) == value_at(default, path)]
+    open_fields = _open_fields(config, FAST_FIELDS)
     if config.precision.plan or config.precision.schedule:
         open_fields = [path for path in open_fields if path not in ("precision.recipe", "precision.output")]
     if config.snip.target is not None:
@@ -290,6 +307,12 @@ def fastest_config(config: Config, stored: Config | None = None) -> tuple[Config
     return override(config, values=taken), lines
 
 
+def _open_fields(config: Config, fields: Sequence[str]) -> list[str]:
+    """Return the fields that a config leaves at their default values."""
+    default = Config()
+    return [path for path in fields if value_at(config, path) == value_at(default, path)]
+
+
 def _setting(chosen: Mapping[str, Any]) -> Setting:
     """Return what the memory of a run depends on, from values by path in a config."""
     choice = PrecisionChoice(chosen["precision.mode"], chosen.get("precision.recipe"), chosen.get("precision.states"))
@@ -305,27 +328,6 @@ def _setting(chosen: Mapping[str, Any]) -> Setting:
 
 # Within a given memory ---------------------------------------------------------------------------------------------------
 
-
-class Saving(NamedTuple):
-    """Settings that save memory, and what they cost."""
-
-    settings: Mapping[str, Any]
-    cost: str
-
-
-SAVINGS = (
-    Saving({"precision.states": "companded8"}, "no difference in losses was found, and steps are hardly slower"),
-    Saving({"precision.logits": "chunked"}, "the same loss and products; the output layer is not cast"),
-    Saving({"precision.save": "input", "precision.hold": "none"}, "1 to 3 % of the speed, and the same numbers"),
-    Saving(
-        {"optim.release_gradients": True, "optim.clip_norm": "previous"},
-        "gradients are clipped by the norm of the previous step; at 8B this and the two before it cost 2 % of the speed",
-    ),
-    Saving({"parallel.checkpointing": "full"}, "a quarter of the speed (8B on an H200), and the same numbers"),
-    Saving({"precision.weights": "fp8"}, "weights have 4 significant bits and noise; the effect on losses was not measured"),
-    Saving({"precision.states": "dynamic4"}, "states of 4 bits; the effect on losses was not measured"),
-)
-"""In the order in which they cost speed, and then quality; each in addition to those before it."""
 
 CHEAP = 3
 """The first savings cost next to nothing: with fewer of them a step is not divided into passes."""
@@ -470,8 +472,7 @@ def fitted_config(config: Config, memory: int | None, stored: Config | None = No
         memory: Bytes of the GPU to train on; at most those of the GPU that is here.
         stored: The config of the run that resumes, whose choices are kept.
     """
-    default = Config()
-    open_fields = [path for path in FIT_FIELDS if value_at(config, path) == value_at(default, path)]
+    open_fields = _open_fields(config, FIT_FIELDS)
     if stored is not None:
         return override(config, values={path: value_at(stored, path) for path in open_fields}), []
     if config.lora.rank is not None or config.snip.target is not None or config.precision.plan or config.precision.schedule:

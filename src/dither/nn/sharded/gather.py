@@ -20,8 +20,8 @@ from dither.nn import functional, sampling
 from dither.nn.cache import check_unchanged
 from dither.nn.functional import Amax, Casting, Castings, Codes, OperandCodes, State
 from dither.nn.sharded.scales import Groups, RowShard, all_reduce_max, groups_of, in_whole_groups, spans_parts, split_amax
+from dither.ops import storage
 from dither.ops.ranks import local
-from dither.ops.reference import packing
 from dither.spec import Cast, groups
 from dither.spec.formats import Format
 
@@ -620,5 +620,5 @@ def _transposed_codes(values: Tensor, columns: int, format: Format) -> Tensor:
     """Return the transpose of stored codes [rows, columns], packed along the rows again if they are packed."""
     if format.bits not in groups.PACKED_BITS:
         return values.T
-    codes = packing.unpack(values, columns, format)
-    return packing.pack(codes.T.contiguous(), format).view(values.dtype)
+    codes = storage.unpack(values, columns, format)
+    return storage.pack(codes.T.contiguous(), format).view(values.dtype)

@@ -98,19 +98,19 @@ def _sharding(weight: DTensor, transposed: bool) -> tuple[bool, int, int]:
     return (placement.dim == 0) != transposed, -(-size // weight.device_mesh.size()), size
 
 
-def check(name: str, weight: DTensor, transposed: bool, casts: Mapping[str, Iterable[Cast]], *, spanning: bool = False) -> None:
-    """Raise if a shard boundary splits a scale group of any of these casts, given by operand. Every rank raises.
-
-    `spanning` allows scales that span all shards, of rows and tensors, for callers that exchange magnitudes.
-    """
+def check(name: str, weight: DTensor, transposed: bool, casts: Mapping[str, Iterable[Cast]]) -> None:
+    """Raise if a shard boundary splits a scale group of any of these casts, given by operand. Every rank raises."""
     if weight.placements[0].is_shard():
-        check_part(name, *_sharding(weight, transposed), casts, spanning=spanning)
+        check_part(name, *_sharding(weight, transposed), casts)
 
 
 def check_part(
     name: str, outputs: bool, part: int, size: int, casts: Mapping[str, Iterable[Cast]], *, spanning: bool = False
 ) -> None:
-    """Raise if parts of `part` features, of `size`, split a scale group of a cast. `outputs`: output features are sharded."""
+    """Raise if parts of `part` features, of `size`, split a scale group of a cast. `outputs`: output features are sharded.
+
+    `spanning` allows scales that span all shards, of rows and tensors, for callers that exchange magnitudes.
+    """
     for operand in _sharded_operands(outputs, part, size):
         for cast in casts[operand]:
             if problem := _split(str(cast), operand, outputs, part, size, spanning):

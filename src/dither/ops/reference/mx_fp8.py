@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dither.ops import storage
-from dither.ops.reference import packing, rounding
+from dither.ops.reference import rounding
 from dither.ops.reference.scales import power_of_two
 from dither.spec.formats import TABLE
 
@@ -42,7 +42,7 @@ def as_fp8(values: Tensor, scale: Tensor, length: int) -> tuple[Tensor, Tensor, 
     Example: groups with the values 6 * 2^3 and 0.5 * 2^-11 fit: the scale is 2^-3, and the codes are those of 384 and 2^-9.
     """
     P, tiles = values.shape[0], -(-length // TILE)
-    codes = packing.unpack(values.view(torch.uint8), length, E2M1)
+    codes = storage.unpack(values.view(torch.uint8), length, E2M1)
     codes = torch.nn.functional.pad(codes, (0, tiles * TILE - length)).view(P, tiles, TILE // GROUP, GROUP)
     exponents = scale.view(torch.uint8).int()
     exponents = torch.nn.functional.pad(exponents, (0, tiles * TILE // GROUP - exponents.shape[1]), value=127)
@@ -56,7 +56,7 @@ def as_fp8(values: Tensor, scale: Tensor, length: int) -> tuple[Tensor, Tensor, 
     fp8 = rounding.encode(numbers, E4M3).view(P, tiles * TILE)[:, :length]
     restore = torch.where(lost, torch.nan, power_of_two(base - 127))
     unfit = torch.nn.functional.pad((~fits).sum(1, dtype=torch.int32), (0, -P % ROWS)).view(-(-P // ROWS), ROWS)
-    stored = packing.pack(fp8, E4M3).view(storage.storage_dtype(E4M3))
+    stored = storage.pack(fp8, E4M3).view(storage.storage_dtype(E4M3))
     return stored, restore.new_empty(tiles, P).T.copy_(restore), unfit.sum(1, dtype=torch.int32)
 
 
@@ -74,7 +74,7 @@ def replace_unfit(
 
 def numbers(values: Tensor, scale: Tensor, length: int) -> Tensor:
     """Return the numbers of packed E2M1 codes and E8M0 scales, float32 [P, L]."""
-    decoded = rounding.decode(packing.unpack(values.view(torch.uint8), length, E2M1), E2M1)
+    decoded = rounding.decode(storage.unpack(values.view(torch.uint8), length, E2M1), E2M1)
     code = scale.view(torch.uint8).int()
     restore = torch.where(code == 255, torch.nan, power_of_two(code - 127))
     return decoded * restore.repeat_interleave(GROUP, 1)[:, :length]

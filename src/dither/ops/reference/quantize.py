@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dither.ops import storage
-from dither.ops.reference import packing, philox, rounding, scales
+from dither.ops.reference import philox, rounding, scales
 from dither.spec import Cast, Rounding
 from dither.spec import groups as grouping
 from dither.spec.cast import LIBRARY_CASTS
@@ -44,7 +44,7 @@ def quantize(
     codes = rounding.encode(rounded, container)
     if layout.along_rows:
         codes = codes.transpose(1, 2)
-    stored = packing.pack(codes, container).view(storage.storage_dtype(container))
+    stored = storage.pack(codes, container).view(storage.storage_dtype(container))
     scale, tensor = x.new_empty(0, dtype=torch.float32), x.new_empty(0, dtype=torch.float32)
     if factors is not None:
         scale = scales.stored_scale(factors.restore, cast.scaling)
@@ -141,7 +141,7 @@ def dequantize(
     """Return the numbers that codes and scales stand for, value(code) * scale (* tensor scale), in `shape` and `dtype`."""
     layout = grouping.layout_of(shape, cast, axis)
     lines = layout.collect(values.view(storage.integer_dtype(cast.element)))
-    decoded = rounding.decode(packing.unpack(lines, layout.lines[1], cast.element), cast.element)
+    decoded = rounding.decode(storage.unpack(lines, layout.lines[1], cast.element), cast.element)
     if layout.along_rows:
         decoded = decoded.transpose(1, 2)
     restore = None

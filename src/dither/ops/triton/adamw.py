@@ -94,20 +94,10 @@ def _power(base, exponent):
 
 @triton.jit(do_not_specialize=["rows"])
 def _prepare_kernel(
-    hyper_ptr,
-    steps_ptr,
-    skipped_ptr,
-    squares_ptr,
-    loss_scale_ptr,
-    found_inf_ptr,
-    constants_ptr,
-    norm_ptr,
-    skip_ptr,
-    max_norm,
+    hyper_ptr, steps_ptr, skipped_ptr, squares_ptr, loss_scale_ptr, found_inf_ptr, constants_ptr, norm_ptr, skip_ptr, max_norm,
     rows,
-    CLIP: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    CLIP: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Compute the constants of a step, its gradient norm and whether it is skipped; one program does all rows.
 
         factor = min(1, max_norm / (norm + 1e-6)) / loss_scale      1 / loss_scale without CLIP

@@ -129,20 +129,9 @@ def _spread(groups, GROUP: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def load_codes(
-    state,
-    place,
-    inside,
-    scale,
-    blocks,
-    blocks_inside,
-    tables_ptr,
-    F: tl.constexpr,
-    KIND: tl.constexpr,
-    SIGNED: tl.constexpr,
-    GROUP: tl.constexpr,
-    TILE: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    state, place, inside, scale, blocks, blocks_inside, tables_ptr,
+    F: tl.constexpr, KIND: tl.constexpr, SIGNED: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     """Load a moment in few bits as float32: value(code) * scale of its block, squared if it is a companded second moment."""
     stored = tl.load(state + place, mask=inside, other=0)
     codes = stored.to(tl.int32)
@@ -169,24 +158,10 @@ def load_codes(
 
 @triton.jit
 def store_codes(
-    state,
-    place,
-    inside,
-    scale,
-    blocks,
-    blocks_inside,
-    value,
-    random,
-    tables_ptr,
-    F: tl.constexpr,
-    H: tl.constexpr,
-    S: tl.constexpr,
-    KIND: tl.constexpr,
-    SIGNED: tl.constexpr,
-    GROUP: tl.constexpr,
-    TILE: tl.constexpr,
-    FLAT: tl.constexpr,
-):
+    state, place, inside, scale, blocks, blocks_inside, value, random, tables_ptr,
+    F: tl.constexpr, H: tl.constexpr, S: tl.constexpr, KIND: tl.constexpr, SIGNED: tl.constexpr, GROUP: tl.constexpr,
+    TILE: tl.constexpr, FLAT: tl.constexpr,
+):  # fmt: skip
     """Round a float32 moment to codes and store them with one scale per block.
 
     scale = max|value| / (largest value of the format); code = round(value / scale). `value` is the root of a companded second
@@ -394,17 +369,9 @@ def next_place(row, column, columns, TILE: tl.constexpr):
 
 @triton.jit
 def coordinates(
-    e0,
-    size,
-    columns,
-    row0,
-    column0,
-    first_row,
-    first_column,
-    GROUP: tl.constexpr,
-    TILE: tl.constexpr,
-    FLAT: tl.constexpr,
-):
+    e0, size, columns, row0, column0, first_row, first_column,
+    GROUP: tl.constexpr, TILE: tl.constexpr, FLAT: tl.constexpr,
+):  # fmt: skip
     """Return (offset, inside, row, column) of the elements from number `e0` on; see the legend.
 
     FLAT gives one row and column per Philox call, [TILE / LANES]; otherwise there is one per element, [TILE], and the
@@ -474,37 +441,13 @@ def second_random_bits(random):
 
 @triton.jit
 def _adamw_kernel(
-    table_ptr,
-    grads_ptr,
-    owner_ptr,
-    constants_ptr,
-    step_ptr,
-    skip_ptr,
-    tables_ptr,
-    W: tl.constexpr,
-    WH: tl.constexpr,
-    MODE: tl.constexpr,
-    F: tl.constexpr,
-    FH: tl.constexpr,
-    S: tl.constexpr,
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    W_TYPE: tl.constexpr,
-    W_STORE: tl.constexpr,
-    E_TYPE: tl.constexpr,
-    G_TYPE: tl.constexpr,
-    S_TYPE: tl.constexpr,
-    S_STORE: tl.constexpr,
-    FLAT: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    RULE: tl.constexpr,
-    G: tl.constexpr,
-    GH: tl.constexpr,
-    G_STORE: tl.constexpr,
-    TILE: tl.constexpr,
+    table_ptr, grads_ptr, owner_ptr, constants_ptr, step_ptr, skip_ptr, tables_ptr,
+    W: tl.constexpr, WH: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr, FH: tl.constexpr, S: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, W_TYPE: tl.constexpr, W_STORE: tl.constexpr, E_TYPE: tl.constexpr,
+    G_TYPE: tl.constexpr, S_TYPE: tl.constexpr, S_STORE: tl.constexpr, FLAT: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr, RULE: tl.constexpr, G: tl.constexpr, GH: tl.constexpr, G_STORE: tl.constexpr, TILE: tl.constexpr,
     TILES: tl.constexpr,
-):
+):  # fmt: skip
     """Update w, m, v and extra in place with one AdamW step; nothing is written if `skip` is 1.
 
         g = grad * scale
@@ -725,15 +668,9 @@ def _weight_scales_kernel(table_ptr, skip_ptr, BLOCK: tl.constexpr, TILE: tl.con
 
 @triton.jit
 def _squares_kernel(
-    table_ptr,
-    grads_ptr,
-    owner_ptr,
-    out_ptr,
-    G_TYPE: tl.constexpr,
-    NATIVE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    table_ptr, grads_ptr, owner_ptr, out_ptr,
+    G_TYPE: tl.constexpr, NATIVE: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Store the sum of g^2 over each program's tile in `out_ptr`, float64[programs]."""
     program = tl.program_id(0)
     piece = tl.load(owner_ptr + program)
@@ -787,28 +724,11 @@ def _run_squares_kernel(
 
 @triton.jit
 def _mini_kernel(
-    table_ptr,
-    grads_ptr,
-    owner_ptr,
-    constants_ptr,
-    step_ptr,
-    skip_ptr,
-    W: tl.constexpr,
-    WH: tl.constexpr,
-    MODE: tl.constexpr,
-    F: tl.constexpr,
-    FH: tl.constexpr,
-    W_TYPE: tl.constexpr,
-    W_STORE: tl.constexpr,
-    E_TYPE: tl.constexpr,
-    G_TYPE: tl.constexpr,
-    S_TYPE: tl.constexpr,
-    S_STORE: tl.constexpr,
-    FLAT: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    MOVED: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    table_ptr, grads_ptr, owner_ptr, constants_ptr, step_ptr, skip_ptr,
+    W: tl.constexpr, WH: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr, FH: tl.constexpr, W_TYPE: tl.constexpr,
+    W_STORE: tl.constexpr, E_TYPE: tl.constexpr, G_TYPE: tl.constexpr, S_TYPE: tl.constexpr, S_STORE: tl.constexpr,
+    FLAT: tl.constexpr, ALIGNED: tl.constexpr, MOVED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Update w, m, v and extra in place with one Adam-mini step, one program per run.
 
     As `_adamw_kernel`, with one v per run: v = beta2 * v + rest2 * mean(g * g). The gradients of a run are read twice, the

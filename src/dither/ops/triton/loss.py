@@ -78,18 +78,9 @@ def grown(largest, total, x):
 
 @triton.jit
 def _cross_entropy_kernel(
-    logits_ptr,
-    targets_ptr,
-    losses_ptr,
-    parts_ptr,
-    rows,
-    words,
-    stride,
-    RUN: tl.constexpr,
-    RUNS: tl.constexpr,
-    EVEN: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    logits_ptr, targets_ptr, losses_ptr, parts_ptr, rows, words, stride,
+    RUN: tl.constexpr, RUNS: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     """Store the loss of each row, and the two parts of its logsumexp: the largest logit, and the logarithm of the sum."""
     row = tl.program_id(0)
     target = tl.load(targets_ptr + row)
@@ -136,21 +127,9 @@ def slopes(x, largest, logarithm, is_target, weight):
 
 @triton.jit
 def _cross_entropy_backward_kernel(
-    logits_ptr,
-    targets_ptr,
-    parts_ptr,
-    weights_ptr,
-    grads_ptr,
-    rows,
-    words,
-    stride,
-    grads_stride,
-    RUN: tl.constexpr,
-    RUNS: tl.constexpr,
-    EVEN: tl.constexpr,
-    ALIKE: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    logits_ptr, targets_ptr, parts_ptr, weights_ptr, grads_ptr, rows, words, stride, grads_stride,
+    RUN: tl.constexpr, RUNS: tl.constexpr, EVEN: tl.constexpr, ALIKE: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     """Store (softmax - one at the target) * weight of each row."""
     row = tl.program_id(0)
     target, weight = tl.load(targets_ptr + row), tl.load(weights_ptr + row)
@@ -267,19 +246,9 @@ def weightless(weight):
 
 @triton.jit
 def gradients(
-    x,
-    column,
-    left,
-    hit,
-    largest,
-    logarithm,
-    weight,
-    some_hit,
-    some_weightless,
-    DTYPE: tl.constexpr,
-    EVEN: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    x, column, left, hit, largest, logarithm, weight, some_hit, some_weightless,
+    DTYPE: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     """Return the gradients of logits x, rounded to DTYPE, as float32; zero from column `left` on, and for a weight of 0.
 
     They are those of `slopes`. Most tiles hold no target and no row without a weight, and skip their work.
@@ -303,33 +272,11 @@ def any_hit(hit, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _tile_codes_kernel(
-    logits_ptr,
-    out_ptr,
-    scale_ptr,
-    out_t_ptr,
-    scale_t_ptr,
-    targets_ptr,
-    parts_ptr,
-    weights_ptr,
-    first,
-    rows,
-    words,
-    stride,
+    logits_ptr, out_ptr, scale_ptr, out_t_ptr, scale_t_ptr, targets_ptr, parts_ptr, weights_ptr, first, rows, words, stride,
     total,
-    F: tl.constexpr,
-    C: tl.constexpr,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    SCALE: tl.constexpr,
-    W: tl.constexpr,
-    GQ: tl.constexpr,
-    RUN: tl.constexpr,
-    LONG: tl.constexpr,
-    SHORT: tl.constexpr,
-    A: tl.constexpr,
-    A_T: tl.constexpr,
-    EVEN: tl.constexpr,
-):
+    F: tl.constexpr, C: tl.constexpr, S: tl.constexpr, H: tl.constexpr, SCALE: tl.constexpr, W: tl.constexpr, GQ: tl.constexpr,
+    RUN: tl.constexpr, LONG: tl.constexpr, SHORT: tl.constexpr, A: tl.constexpr, A_T: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
     """Cast gradients in tiles along both axes: even programs along the columns, odd ones along the rows.
 
     Both read the same logits at about the same time, from memory once and then from the cache.
@@ -383,33 +330,11 @@ def _tile_codes_kernel(
 
 @triton.jit
 def _tensor_codes_kernel(
-    logits_ptr,
-    out_ptr,
-    scale_ptr,
-    out_t_ptr,
-    scale_t_ptr,
-    targets_ptr,
-    parts_ptr,
-    weights_ptr,
-    amax_ptr,
-    first,
-    rows,
-    words,
-    stride,
-    total,
-    F: tl.constexpr,
-    C: tl.constexpr,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    SCALE: tl.constexpr,
-    W: tl.constexpr,
-    RUN: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    A: tl.constexpr,
-    EVEN: tl.constexpr,
-):
+    logits_ptr, out_ptr, scale_ptr, out_t_ptr, scale_t_ptr, targets_ptr, parts_ptr, weights_ptr, amax_ptr, first, rows, words,
+    stride, total,
+    F: tl.constexpr, C: tl.constexpr, S: tl.constexpr, H: tl.constexpr, SCALE: tl.constexpr, W: tl.constexpr, RUN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, A: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
     """Cast gradients by the scale of `amax_ptr`, once for both layouts; the second goes through shared memory as codes.
 
     A program reads the numbers of its rows once, for several tiles of columns.

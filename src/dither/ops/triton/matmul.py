@@ -240,27 +240,10 @@ def _group_constants(side: str, cast: Cast | None, scale: Tensor | None) -> dict
 
 @triton.jit
 def _group_product_kernel(
-    a_ptr,
-    b_ptr,
-    scale_a_ptr,
-    scale_b_ptr,
-    out_ptr,
-    P,
-    Q,
-    L,
-    scale_a_row,
-    scale_a_group,
-    scale_b_row,
-    scale_b_group,
-    LENGTH_A: tl.constexpr,
-    LINES_A: tl.constexpr,
-    LENGTH_B: tl.constexpr,
-    LINES_B: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    STEP: tl.constexpr,
-    WIDEN: tl.constexpr,
-):
+    a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, out_ptr, P, Q, L, scale_a_row, scale_a_group, scale_b_row, scale_b_group,
+    LENGTH_A: tl.constexpr, LINES_A: tl.constexpr, LENGTH_B: tl.constexpr, LINES_B: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_Q: tl.constexpr, STEP: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
     """Store one tile of out = sum over steps of s_a s_b (A_step B_step^T); A [P, L] and B [Q, L] in 16 bits, sums in float32.
 
     A step is no longer than a group, so each sum has one scale per row of A and one per row of B. Example with STEP 2,

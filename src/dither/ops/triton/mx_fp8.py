@@ -21,24 +21,10 @@ from dither.ops.triton.tiles import spread
 
 @triton.jit
 def _as_fp8_kernel(
-    code_ptr,
-    scale_ptr,
-    out_ptr,
-    out_scale_ptr,
-    unfit_ptr,
-    lines,
-    length,
-    code_line,
-    scale_line,
-    scale_group,
-    F: tl.constexpr,
-    C: tl.constexpr,
-    UP: tl.constexpr,
-    SPAN: tl.constexpr,
-    P: tl.constexpr,
-    T: tl.constexpr,
+    code_ptr, scale_ptr, out_ptr, out_scale_ptr, unfit_ptr, lines, length, code_line, scale_line, scale_group,
+    F: tl.constexpr, C: tl.constexpr, UP: tl.constexpr, SPAN: tl.constexpr, P: tl.constexpr, T: tl.constexpr,
     EVEN: tl.constexpr,
-):
+):  # fmt: skip
     """Store the E4M3 codes and scales of tiles, and add the tiles that do not fit to the count of their 128 rows."""
     Q: tl.constexpr = 128 * T
     _, first_line, first = program_tile(tl.program_id(0), lines, length, P, Q)
@@ -140,27 +126,10 @@ def _numbers(
 
 @triton.jit
 def _replace_kernel(
-    a_ptr,
-    a_scale_ptr,
-    a_unfit_ptr,
-    b_ptr,
-    b_scale_ptr,
-    b_unfit_ptr,
-    out_ptr,
-    P,
-    Q,
-    L,
-    a_line,
-    a_scale_line,
-    a_scale_group,
-    b_line,
-    b_scale_line,
-    b_scale_group,
-    out_line,
-    F: tl.constexpr,
-    STEP: tl.constexpr,
-    WIDEN: tl.constexpr,
-):
+    a_ptr, a_scale_ptr, a_unfit_ptr, b_ptr, b_scale_ptr, b_unfit_ptr, out_ptr, P, Q, L, a_line, a_scale_line, a_scale_group,
+    b_line, b_scale_line, b_scale_group, out_line,
+    F: tl.constexpr, STEP: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
     """Store a block of 128 x 128 of A B^T, if its rows of A or of B have tiles that do not fit FP8; else leave it."""
     across = tl.cdiv(Q, 128)
     block, block_t = tl.program_id(0) // across, tl.program_id(0) % across

@@ -1,4 +1,4 @@
-"""Packed codes, as in `dither.ops.reference.packing`: two 4-bit codes per byte, four 6-bit codes per three bytes.
+"""Packed codes, as in `dither.ops.storage`: two 4-bit codes per byte, four 6-bit codes per three bytes.
 
 Legend: P lines of Q elements in a tile; `stride` is the length of a stored line in items of the output, bytes if packed.
 """

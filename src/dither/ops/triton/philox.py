@@ -103,18 +103,9 @@ def random_tile(key, step, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexp
 
 @triton.jit(do_not_specialize=["key", "row0", "column0"])
 def _random_bits_kernel(
-    out_ptr,
-    step_ptr,
-    key,
-    row0,
-    column0,
-    rows,
-    columns,
-    WIDTH: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    out_ptr, step_ptr, key, row0, column0, rows, columns,
+    WIDTH: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Store WIDTH random bits per element of a [rows, columns] matrix, int32."""
     _, first_row, first_column = program_tile(tl.program_id(0), rows, columns, ROWS, COLUMNS)
     row = first_row + tl.arange(0, ROWS)

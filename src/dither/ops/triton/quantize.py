@@ -53,32 +53,11 @@ from dither.spec.random import Draw
 
 @triton.jit
 def _dequantize_kernel(
-    code_ptr,
-    scale_ptr,
-    tensor_ptr,
-    out_ptr,
-    lines,
-    length,
-    code_batch,
-    code_line,
-    scale_batch,
-    scale_line,
-    scale_group,
-    out_batch,
-    out_line,
-    out_element,
-    gp,
-    gq,
-    F: tl.constexpr,
-    S: tl.constexpr,
-    E: tl.constexpr,
-    OUTER: tl.constexpr,
-    NATIVE: tl.constexpr,
-    EVEN: tl.constexpr,
-    P: tl.constexpr,
-    Q: tl.constexpr,
-    GQ: tl.constexpr,
-):
+    code_ptr, scale_ptr, tensor_ptr, out_ptr, lines, length, code_batch, code_line, scale_batch, scale_line, scale_group,
+    out_batch, out_line, out_element, gp, gq,
+    F: tl.constexpr, S: tl.constexpr, E: tl.constexpr, OUTER: tl.constexpr, NATIVE: tl.constexpr, EVEN: tl.constexpr,
+    P: tl.constexpr, Q: tl.constexpr, GQ: tl.constexpr,
+):  # fmt: skip
     """Store value(code) * scale of its group (* scale of the tensor, if OUTER); groups are `gp` lines by `gq` elements.
 
     GQ is the smaller of `gq` and Q: each line of a tile has Q / GQ scales.
@@ -215,44 +194,13 @@ LONGEST_ROW = 16384
 
 @triton.jit(do_not_specialize=["key", "row0", "column0"])
 def _quantize_kernel(
-    x_ptr,
-    out_ptr,
-    scale_ptr,
-    amax_ptr,
-    tensor_ptr,
-    step_ptr,
-    key,
-    row0,
-    column0,
-    rows,
-    columns,
-    inner,
-    stride_b,
-    stride_r,
-    stride_c,
-    out_batch,
-    out_line,
-    out_element,
-    F: tl.constexpr,
-    C: tl.constexpr,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    SCALE: tl.constexpr,
-    W: tl.constexpr,
-    GP: tl.constexpr,
-    GQ: tl.constexpr,
-    RUN: tl.constexpr,
-    ALONG_ROWS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    A: tl.constexpr,
-    EVEN: tl.constexpr,
-    MEASURE: tl.constexpr,
-    PER_LINE: tl.constexpr,
-    FAKE: tl.constexpr,
-    RAGGED: tl.constexpr,
+    x_ptr, out_ptr, scale_ptr, amax_ptr, tensor_ptr, step_ptr, key, row0, column0, rows, columns, inner, stride_b, stride_r,
+    stride_c, out_batch, out_line, out_element,
+    F: tl.constexpr, C: tl.constexpr, S: tl.constexpr, H: tl.constexpr, SCALE: tl.constexpr, W: tl.constexpr, GP: tl.constexpr,
+    GQ: tl.constexpr, RUN: tl.constexpr, ALONG_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, A: tl.constexpr,
+    EVEN: tl.constexpr, MEASURE: tl.constexpr, PER_LINE: tl.constexpr, FAKE: tl.constexpr, RAGGED: tl.constexpr,
     WORDS: tl.constexpr,
-):
+):  # fmt: skip
     """Cast matrices along one axis, one tile per program; see `tiles.cast_program`.
 
         code = round(x * multiply);  multiply and the stored scale come from the group's largest magnitude
@@ -268,40 +216,12 @@ def _quantize_kernel(
 
 @triton.jit(do_not_specialize=["key", "row0", "column0"])
 def _quantize_both_kernel(
-    x_ptr,
-    out_ptr,
-    scale_ptr,
-    out_t_ptr,
-    scale_t_ptr,
-    step_ptr,
-    key,
-    row0,
-    column0,
-    rows,
-    columns,
-    stride_r,
-    stride_c,
-    out_line,
-    out_t_line,
-    F: tl.constexpr,
-    C: tl.constexpr,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    SCALE: tl.constexpr,
-    W: tl.constexpr,
-    GQ: tl.constexpr,
-    RUN: tl.constexpr,
-    LONG: tl.constexpr,
-    SHORT: tl.constexpr,
-    A: tl.constexpr,
-    A_T: tl.constexpr,
-    EVEN: tl.constexpr,
-    RAGGED: tl.constexpr,
-    RAGGED_T: tl.constexpr,
-    WORDS: tl.constexpr,
-    WORDS_T: tl.constexpr,
-    COMPACT: tl.constexpr,
-):
+    x_ptr, out_ptr, scale_ptr, out_t_ptr, scale_t_ptr, step_ptr, key, row0, column0, rows, columns, stride_r, stride_c,
+    out_line, out_t_line,
+    F: tl.constexpr, C: tl.constexpr, S: tl.constexpr, H: tl.constexpr, SCALE: tl.constexpr, W: tl.constexpr, GQ: tl.constexpr,
+    RUN: tl.constexpr, LONG: tl.constexpr, SHORT: tl.constexpr, A: tl.constexpr, A_T: tl.constexpr, EVEN: tl.constexpr,
+    RAGGED: tl.constexpr, RAGGED_T: tl.constexpr, WORDS: tl.constexpr, WORDS_T: tl.constexpr, COMPACT: tl.constexpr,
+):  # fmt: skip
     """Cast a matrix in tiles along both axes: even programs along the columns, odd ones along the rows.
 
     Both work on the same part of x at the same time, so that x is read from memory once and then from the cache. One program
@@ -328,38 +248,12 @@ def _quantize_both_kernel(
 
 @triton.jit(do_not_specialize=["key", "row0", "column0"])
 def _quantize_once_kernel(
-    x_ptr,
-    out_ptr,
-    scale_ptr,
-    out_t_ptr,
-    scale_t_ptr,
-    amax_ptr,
-    measured_ptr,
-    step_ptr,
-    key,
-    row0,
-    column0,
-    rows,
-    columns,
-    stride_r,
-    stride_c,
-    out_line,
-    out_t_line,
-    F: tl.constexpr,
-    C: tl.constexpr,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    SCALE: tl.constexpr,
-    W: tl.constexpr,
-    G: tl.constexpr,
-    RUN: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    A: tl.constexpr,
-    EVEN: tl.constexpr,
-    WORDS: tl.constexpr,
+    x_ptr, out_ptr, scale_ptr, out_t_ptr, scale_t_ptr, amax_ptr, measured_ptr, step_ptr, key, row0, column0, rows, columns,
+    stride_r, stride_c, out_line, out_t_line,
+    F: tl.constexpr, C: tl.constexpr, S: tl.constexpr, H: tl.constexpr, SCALE: tl.constexpr, W: tl.constexpr, G: tl.constexpr,
+    RUN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, A: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr,
     WORDS_T: tl.constexpr,
-):
+):  # fmt: skip
     """Cast a matrix once and store it in both layouts; groups are G x G blocks or (G = 0) all of x, alike along both axes.
 
     A thread holds a few columns of A neighbouring rows, so that it stores several codes at once in either direction. The second
@@ -400,35 +294,11 @@ def _quantize_once_kernel(
 
 @triton.jit(do_not_specialize=["key", "row0", "column0"])
 def _values_kernel(
-    x_ptr,
-    along_ptr,
-    across_ptr,
-    tensor_ptr,
-    amax_ptr,
-    step_ptr,
-    key,
-    row0,
-    column0,
-    rows,
-    columns,
-    stride_r,
-    stride_c,
-    F: tl.constexpr,
-    C: tl.constexpr,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    SCALE: tl.constexpr,
-    W: tl.constexpr,
-    G: tl.constexpr,
-    SQUARE: tl.constexpr,
-    RUN: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    A: tl.constexpr,
-    EVEN: tl.constexpr,
-    ALONG: tl.constexpr,
-    ACROSS: tl.constexpr,
-):
+    x_ptr, along_ptr, across_ptr, tensor_ptr, amax_ptr, step_ptr, key, row0, column0, rows, columns, stride_r, stride_c,
+    F: tl.constexpr, C: tl.constexpr, S: tl.constexpr, H: tl.constexpr, SCALE: tl.constexpr, W: tl.constexpr, G: tl.constexpr,
+    SQUARE: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, A: tl.constexpr, EVEN: tl.constexpr,
+    ALONG: tl.constexpr, ACROSS: tl.constexpr,
+):  # fmt: skip
     """Store codes times the scales of their groups, cast along the columns (ALONG), along the rows (ACROSS), or both.
 
     All is [rows, columns] in memory. A thread holds a few columns of A neighbouring rows, and a warp whole groups of either

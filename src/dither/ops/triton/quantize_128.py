@@ -127,26 +127,10 @@ def four_codes(x0, x1, x2, x3, multiply, F: tl.constexpr, C: tl.constexpr, S: tl
 
 @triton.jit
 def _quantize_squares_kernel(
-    x_ptr,
-    out_ptr,
-    scale_ptr,
-    out_t_ptr,
-    scale_t_ptr,
-    rows,
-    columns,
-    stride,
-    F: tl.constexpr,
-    C: tl.constexpr,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    SCALE: tl.constexpr,
-    W: tl.constexpr,
-    N: tl.constexpr,
-    A: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+    x_ptr, out_ptr, scale_ptr, out_t_ptr, scale_t_ptr, rows, columns, stride,
+    F: tl.constexpr, C: tl.constexpr, S: tl.constexpr, H: tl.constexpr, SCALE: tl.constexpr, W: tl.constexpr, N: tl.constexpr,
+    A: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     """Cast one square: tiles along the columns, and tiles along the rows or (BLOCK) the whole square; or (BLOCKS) it twice.
 
         codes   [r, c] = round(x[r, c] * MAX / max |x[r, :]|), or with max |x|

@@ -312,20 +312,9 @@ def decode(code, F: tl.constexpr):
 
 @triton.jit(do_not_specialize=["key", "row0", "column0"])
 def _round_kernel(
-    x_ptr,
-    out_ptr,
-    step_ptr,
-    key,
-    row0,
-    column0,
-    rows,
-    columns,
-    F: tl.constexpr,
-    H: tl.constexpr,
-    SATURATE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    x_ptr, out_ptr, step_ptr, key, row0, column0, rows, columns,
+    F: tl.constexpr, H: tl.constexpr, SATURATE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Store x [rows, columns], rounded to F by H, as float32."""
     _, first_row, first_column = program_tile(tl.program_id(0), rows, columns, ROWS, COLUMNS)
     row = first_row + tl.arange(0, ROWS)

@@ -218,24 +218,9 @@ def amax_of(x, BLOCK: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["key", "row0", "column0", "reciprocal"])
 def _sample_kernel(
-    w_ptr,
-    b_t_ptr,
-    out_ptr,
-    amax_ptr,
-    step_ptr,
-    key,
-    row0,
-    column0,
-    rows,
-    columns,
-    stride,
-    reciprocal,
-    KIND: tl.constexpr,
-    F: tl.constexpr,
-    H: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EVEN: tl.constexpr,
-):
+    w_ptr, b_t_ptr, out_ptr, amax_ptr, step_ptr, key, row0, column0, rows, columns, stride, reciprocal,
+    KIND: tl.constexpr, F: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
     """Store w_hat = w + R * amax * 2^(1 - b_t) and the blocks' amax.
 
     Example: w = 3 in a block with amax = 4, b_t = 5, R = -1: w_hat = 3 - 4 * 2^-4 = 2.75.
@@ -287,26 +272,9 @@ def copy_block(x_ptr, out_ptr, first_row, first_column, rows, columns, stride, F
 
 @triton.jit(do_not_specialize=["key", "row0", "column0", "reciprocal"])
 def _sample_backward_kernel(
-    grad_ptr,
-    amax_ptr,
-    b_t_ptr,
-    out_ptr,
-    grad_b_t_ptr,
-    step_ptr,
-    key,
-    row0,
-    column0,
-    rows,
-    columns,
-    stride,
-    reciprocal,
-    KIND: tl.constexpr,
-    F: tl.constexpr,
-    H: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EVEN: tl.constexpr,
-    COPY: tl.constexpr,
-):
+    grad_ptr, amax_ptr, b_t_ptr, out_ptr, grad_b_t_ptr, step_ptr, key, row0, column0, rows, columns, stride, reciprocal,
+    KIND: tl.constexpr, F: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, COPY: tl.constexpr,
+):  # fmt: skip
     """Store dL/db_t = -ln 2 * amax * 2^(1 - b_t) * sum(dL/dw_hat * R) per block.
 
     COPY says that the gradient of w is stored too, in another dtype.
@@ -327,21 +295,10 @@ def _sample_backward_kernel(
 
 @triton.jit(do_not_specialize=["key", "row0", "column0"])
 def _noise_kernel(
-    out_ptr,
-    step_ptr,
-    key,
-    row0,
-    column0,
-    rows,
-    columns,
-    KIND: tl.constexpr,
-    WIDTH: tl.constexpr,
-    MOVED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    PACKED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    out_ptr, step_ptr, key, row0, column0, rows, columns,
+    KIND: tl.constexpr, WIDTH: tl.constexpr, MOVED: tl.constexpr, ALIGNED: tl.constexpr, PACKED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Store R of a matrix whose first column may lie inside a Philox block, as float32 or (PACKED) eight per word."""
     _, first_row, first_column = program_tile(tl.program_id(0), rows, columns, ROWS, COLUMNS)
     row, column = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)

@@ -133,15 +133,9 @@ def tensor_factor(amax, S: tl.constexpr):
 
 @triton.jit
 def group_factors(
-    amax,
-    tensor,
-    S: tl.constexpr,
-    E: tl.constexpr,
-    W: tl.constexpr,
-    MEASURE: tl.constexpr,
-    NATIVE: tl.constexpr,
-    WIDER: tl.constexpr = 1.0,
-):
+    amax, tensor,
+    S: tl.constexpr, E: tl.constexpr, W: tl.constexpr, MEASURE: tl.constexpr, NATIVE: tl.constexpr, WIDER: tl.constexpr = 1.0,
+):  # fmt: skip
     """Return (multiply, restore, stored) for groups whose largest magnitudes have the int32 bits `amax`.
 
         fp32, delayed    multiply = S.MAX / amax (at most 2^126), restore = amax / S.MAX; delayed also applies the margin
@@ -213,17 +207,9 @@ def group_factors(
 
 @triton.jit
 def magnitude_bits(
-    x_ptr,
-    program,
-    rows,
-    columns,
-    stride_b,
-    stride_r,
-    stride_c,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    EVEN: tl.constexpr,
-):
+    x_ptr, program, rows, columns, stride_b, stride_r, stride_c,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
     """Return the bits of |x| in tile number `program`, row by row, int32[ROWS * COLUMNS]; zeros outside the matrix."""
     batch, first_row, first_column = program_tile(program, rows, columns, ROWS, COLUMNS)
     n = tl.arange(0, ROWS * COLUMNS)
@@ -239,19 +225,9 @@ def magnitude_bits(
 
 @triton.jit
 def _amax_kernel(
-    x_ptr,
-    out_ptr,
-    count,
-    rows,
-    columns,
-    stride_b,
-    stride_r,
-    stride_c,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIDE: tl.constexpr,
-    EVEN: tl.constexpr,
-):
+    x_ptr, out_ptr, count, rows, columns, stride_b, stride_r, stride_c,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
     """Store the bits of the largest magnitude of x by an atomic maximum, which does not depend on the order.
 
     A program takes every num_programs-th of `count` tiles, keeps WIDE maxima in its threads, and ends with one atomic.
@@ -266,18 +242,9 @@ def _amax_kernel(
 
 @triton.jit
 def _line_amax_kernel(
-    x_ptr,
-    out_ptr,
-    rows,
-    columns,
-    stride_b,
-    stride_r,
-    stride_c,
-    ALONG_ROWS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    EVEN: tl.constexpr,
-):
+    x_ptr, out_ptr, rows, columns, stride_b, stride_r, stride_c,
+    ALONG_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
     """Store the bits of the largest magnitude of each column (ALONG_ROWS) or row of each matrix by atomic maxima."""
     program = tl.program_id(0)
     batch, first_row, first_column = program_tile(program, rows, columns, ROWS, COLUMNS)
@@ -350,16 +317,9 @@ def line_amax_bits(x_BRC: Tensor, along_rows: bool) -> Tensor:
 
 @triton.jit
 def _factors_kernel(
-    amax_ptr,
-    out_ptr,
-    n,
-    S: tl.constexpr,
-    E: tl.constexpr,
-    W: tl.constexpr,
-    MULTIPLY: tl.constexpr,
-    NATIVE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    amax_ptr, out_ptr, n,
+    S: tl.constexpr, E: tl.constexpr, W: tl.constexpr, MULTIPLY: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Store the scale (or, MULTIPLY, the factor) of each of n magnitudes; for nvfp4 the scale of the tensor."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     amax = tl.load(amax_ptr + at, mask=at < n, other=0)

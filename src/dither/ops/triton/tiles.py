@@ -133,17 +133,9 @@ def scaled_bits(x, multiply, S: tl.constexpr, MEASURE: tl.constexpr):
 
 @triton.jit
 def squared_error(
-    x,
-    multiply,
-    restore,
-    F: tl.constexpr,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    Q: tl.constexpr,
-    GP: tl.constexpr,
-    GQ: tl.constexpr,
-):
+    x, multiply, restore,
+    F: tl.constexpr, S: tl.constexpr, H: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, GP: tl.constexpr, GQ: tl.constexpr,
+):  # fmt: skip
     """Return the squared error of each group, as `reference.scales.least_error` does: integers, so that any order will do."""
     y = scaled_bits(x, spread(multiply, P, Q, GP, GQ), S, True)
     difference = tl.abs(as_float(y) - as_float(round_bits(y, y, y, F, H, True)))
@@ -203,16 +195,9 @@ def native_codes(x, multiply, F: tl.constexpr, GROUPED: tl.constexpr, APART: tl.
 
 @triton.jit
 def tile_codes(
-    x,
-    multiply,
-    random,
-    F: tl.constexpr,
-    C: tl.constexpr,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    MEASURE: tl.constexpr,
-    APART: tl.constexpr = False,
-):
+    x, multiply, random,
+    F: tl.constexpr, C: tl.constexpr, S: tl.constexpr, H: tl.constexpr, MEASURE: tl.constexpr, APART: tl.constexpr = False,
+):  # fmt: skip
     """Return codes in C of x * multiply, rounded to F by H."""
     # A measured scale is NaN if anything in the group is not finite. So the products of a group are all finite or all NaN.
     GROUPED: tl.constexpr = MEASURE and S.KIND != "none"
@@ -237,18 +222,9 @@ def tile_codes(
 
 @triton.jit
 def store_scales(
-    scale_ptr,
-    stored,
-    line0,
-    first,
-    lines,
-    length,
-    P: tl.constexpr,
-    Q: tl.constexpr,
-    GP: tl.constexpr,
-    GQ: tl.constexpr,
-    LINES_INNERMOST: tl.constexpr,
-):
+    scale_ptr, stored, line0, first, lines, length,
+    P: tl.constexpr, Q: tl.constexpr, GP: tl.constexpr, GQ: tl.constexpr, LINES_INNERMOST: tl.constexpr,
+):  # fmt: skip
     """Store the scales [P / GP, Q / GQ] of the groups from element `first` of line `line0` on."""
     group_line = line0 // GP + tl.arange(0, P // GP)
     group = first // GQ + tl.arange(0, Q // GQ)
@@ -262,34 +238,11 @@ def store_scales(
 
 @triton.jit
 def cast_tile(
-    x,
-    random,
-    amax,
-    tensor,
-    out_ptr,
-    scale_ptr,
-    line0,
-    first,
-    lines,
-    length,
-    stride_line,
-    stride_element,
-    F: tl.constexpr,
-    C: tl.constexpr,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    E: tl.constexpr,
-    W: tl.constexpr,
-    P: tl.constexpr,
-    Q: tl.constexpr,
-    GP: tl.constexpr,
-    GQ: tl.constexpr,
-    MEASURE: tl.constexpr,
-    FAKE: tl.constexpr,
-    RAGGED: tl.constexpr,
-    WORDS: tl.constexpr,
-    COMPACT: tl.constexpr,
-):
+    x, random, amax, tensor, out_ptr, scale_ptr, line0, first, lines, length, stride_line, stride_element,
+    F: tl.constexpr, C: tl.constexpr, S: tl.constexpr, H: tl.constexpr, E: tl.constexpr, W: tl.constexpr, P: tl.constexpr,
+    Q: tl.constexpr, GP: tl.constexpr, GQ: tl.constexpr, MEASURE: tl.constexpr, FAKE: tl.constexpr, RAGGED: tl.constexpr,
+    WORDS: tl.constexpr, COMPACT: tl.constexpr,
+):  # fmt: skip
     """Cast x [P, Q] and store codes (or values, if FAKE) and scales.
 
     x holds the elements from `first` on of the lines from `line0` on. `amax` has the bits for the groups unless MEASURE. Scales
@@ -339,20 +292,10 @@ def cast_tile(
 
 @triton.jit
 def tile_values(
-    x,
-    random,
-    tensor,
-    DTYPE: tl.constexpr,
-    F: tl.constexpr,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    E: tl.constexpr,
-    W: tl.constexpr,
-    P: tl.constexpr,
-    Q: tl.constexpr,
-    GP: tl.constexpr,
-    GQ: tl.constexpr,
-):
+    x, random, tensor,
+    DTYPE: tl.constexpr, F: tl.constexpr, S: tl.constexpr, H: tl.constexpr, E: tl.constexpr, W: tl.constexpr, P: tl.constexpr,
+    Q: tl.constexpr, GP: tl.constexpr, GQ: tl.constexpr,
+):  # fmt: skip
     """Return x [P, Q] rounded to F, times the scales of its groups of GP x GQ, as DTYPE. The tensor's scale is left out."""
     amax = largest(tl.reshape(tl.abs(x), [P // GP, GP, Q // GQ, GQ]), H.NATIVE)
     multiply, restore, _ = group_factors(amax, tensor, S, E, W, True, H.NATIVE)
@@ -376,25 +319,10 @@ def tile_values(
 
 @triton.jit
 def load_tile(
-    x_ptr,
-    step_ptr,
-    key,
-    top,
-    left,
-    rows,
-    columns,
-    inner,
-    stride_r,
-    stride_c,
-    H: tl.constexpr,
-    RUN: tl.constexpr,
-    BY_ROWS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    A: tl.constexpr,
-    EVEN: tl.constexpr,
-    HERE: tl.constexpr,
-):
+    x_ptr, step_ptr, key, top, left, rows, columns, inner, stride_r, stride_c,
+    H: tl.constexpr, RUN: tl.constexpr, BY_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, A: tl.constexpr,
+    EVEN: tl.constexpr, HERE: tl.constexpr,
+):  # fmt: skip
     """Return the tile at x_ptr as one line [ROWS * COLUMNS] (see `element_coordinates`) and its random bits.
 
     Elements beyond `rows` and `columns` are zero. `top` and `left` are the coordinates of the first element in the whole
@@ -426,46 +354,13 @@ def load_tile(
 
 @triton.jit
 def cast_program(
-    program,
-    x_ptr,
-    out_ptr,
-    scale_ptr,
-    amax_ptr,
-    tensor_ptr,
-    step_ptr,
-    key,
-    row0,
-    column0,
-    rows,
-    columns,
-    inner,
-    stride_b,
-    stride_r,
-    stride_c,
-    out_batch,
-    out_line,
-    out_element,
-    F: tl.constexpr,
-    C: tl.constexpr,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    SCALE: tl.constexpr,
-    W: tl.constexpr,
-    GP: tl.constexpr,
-    GQ: tl.constexpr,
-    RUN: tl.constexpr,
-    ALONG_ROWS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    A: tl.constexpr,
-    EVEN: tl.constexpr,
-    MEASURE: tl.constexpr,
-    PER_LINE: tl.constexpr,
-    FAKE: tl.constexpr,
-    RAGGED: tl.constexpr,
-    WORDS: tl.constexpr,
-    COMPACT: tl.constexpr,
-):
+    program, x_ptr, out_ptr, scale_ptr, amax_ptr, tensor_ptr, step_ptr, key, row0, column0, rows, columns, inner, stride_b,
+    stride_r, stride_c, out_batch, out_line, out_element,
+    F: tl.constexpr, C: tl.constexpr, S: tl.constexpr, H: tl.constexpr, SCALE: tl.constexpr, W: tl.constexpr, GP: tl.constexpr,
+    GQ: tl.constexpr, RUN: tl.constexpr, ALONG_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, A: tl.constexpr,
+    EVEN: tl.constexpr, MEASURE: tl.constexpr, PER_LINE: tl.constexpr, FAKE: tl.constexpr, RAGGED: tl.constexpr,
+    WORDS: tl.constexpr, COMPACT: tl.constexpr,
+):  # fmt: skip
     """Load tile number `program`, draw its random bits, and cast it along its columns or (ALONG_ROWS) transposed."""
     N: tl.constexpr = ROWS * COLUMNS
     batch, first_row, first_column = program_tile(program, rows, columns, ROWS, COLUMNS)

@@ -29,22 +29,10 @@ from dither.spec.random import Draw
 
 @triton.jit
 def transformed_tile(
-    x_ptr,
-    signs_ptr,
-    line,
-    at,
-    lines,
-    length,
-    stride_line,
-    stride_element,
-    SIZE: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    SCALE: tl.constexpr,
-    SIGNED: tl.constexpr,
-    NATIVE: tl.constexpr,
-    P: tl.constexpr,
+    x_ptr, signs_ptr, line, at, lines, length, stride_line, stride_element,
+    SIZE: tl.constexpr, ROUNDS: tl.constexpr, SCALE: tl.constexpr, SIGNED: tl.constexpr, NATIVE: tl.constexpr, P: tl.constexpr,
     Q: tl.constexpr,
-):
+):  # fmt: skip
     """Return H (signs x) / sqrt(SIZE) of each SIZE elements of a tile [P, Q]; elements beyond lines and their lengths are 0.
 
     A round turns neighbours (a, b) into (a + b, a - b), and moves sums before differences: ROUNDS of them make H.
@@ -62,24 +50,10 @@ def transformed_tile(
 
 @triton.jit
 def _transform_kernel(
-    x_ptr,
-    signs_ptr,
-    out_ptr,
-    lines,
-    length,
-    padded,
-    stride_line,
-    stride_element,
-    out_line,
-    out_element,
-    SIZE: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    SCALE: tl.constexpr,
-    SIGNED: tl.constexpr,
-    NATIVE: tl.constexpr,
-    P: tl.constexpr,
+    x_ptr, signs_ptr, out_ptr, lines, length, padded, stride_line, stride_element, out_line, out_element,
+    SIZE: tl.constexpr, ROUNDS: tl.constexpr, SCALE: tl.constexpr, SIGNED: tl.constexpr, NATIVE: tl.constexpr, P: tl.constexpr,
     Q: tl.constexpr,
-):
+):  # fmt: skip
     """Store a transformed tile; lines end with zeros up to `padded`."""
     _, first_line, first = program_tile(tl.program_id(0), lines, padded, P, Q)
     line, at = first_line + tl.arange(0, P), first + tl.arange(0, Q)
@@ -92,22 +66,10 @@ def _transform_kernel(
 
 @triton.jit
 def _transformed_amax_kernel(
-    x_ptr,
-    signs_ptr,
-    amax_ptr,
-    lines,
-    length,
-    padded,
-    stride_line,
-    stride_element,
-    SIZE: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    SCALE: tl.constexpr,
-    SIGNED: tl.constexpr,
-    NATIVE: tl.constexpr,
-    P: tl.constexpr,
+    x_ptr, signs_ptr, amax_ptr, lines, length, padded, stride_line, stride_element,
+    SIZE: tl.constexpr, ROUNDS: tl.constexpr, SCALE: tl.constexpr, SIGNED: tl.constexpr, NATIVE: tl.constexpr, P: tl.constexpr,
     Q: tl.constexpr,
-):
+):  # fmt: skip
     """Raise int32 bits to those of the largest magnitude of a transformed tile."""
     _, first_line, first = program_tile(tl.program_id(0), lines, padded, P, Q)
     line, at = first_line + tl.arange(0, P), first + tl.arange(0, Q)
@@ -119,40 +81,12 @@ def _transformed_amax_kernel(
 
 @triton.jit(do_not_specialize=["key", "row0", "column0"])
 def _cast_transformed_kernel(
-    x_ptr,
-    signs_ptr,
-    out_ptr,
-    scale_ptr,
-    tensor_ptr,
-    amax_ptr,
-    step_ptr,
-    key,
-    row0,
-    column0,
-    lines,
-    length,
-    padded,
-    stride_line,
-    stride_element,
-    out_line,
-    out_element,
-    SIZE: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    SCALE: tl.constexpr,
-    SIGNED: tl.constexpr,
-    NATIVE: tl.constexpr,
-    P: tl.constexpr,
-    Q: tl.constexpr,
-    F: tl.constexpr,
-    C: tl.constexpr,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    E: tl.constexpr,
-    W: tl.constexpr,
-    GQ: tl.constexpr,
-    ACROSS: tl.constexpr,
-    VALUES: tl.constexpr,
-):
+    x_ptr, signs_ptr, out_ptr, scale_ptr, tensor_ptr, amax_ptr, step_ptr, key, row0, column0, lines, length, padded,
+    stride_line, stride_element, out_line, out_element,
+    SIZE: tl.constexpr, ROUNDS: tl.constexpr, SCALE: tl.constexpr, SIGNED: tl.constexpr, NATIVE: tl.constexpr, P: tl.constexpr,
+    Q: tl.constexpr, F: tl.constexpr, C: tl.constexpr, S: tl.constexpr, H: tl.constexpr, E: tl.constexpr, W: tl.constexpr,
+    GQ: tl.constexpr, ACROSS: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
     """Transform a tile and cast it in groups of GQ: store codes and scales, or (VALUES) codes times scales.
 
     Lines are the rows of x, or (ACROSS) its columns. The random bits are those of the transformed matrix.

@@ -63,18 +63,9 @@ def scale_exponent(amax):
 
 @triton.jit
 def store_weights(
-    codes_ptr,
-    offset,
-    inside,
-    amax_ptr,
-    groups,
-    groups_inside,
-    w,
-    random,
-    W: tl.constexpr,
-    WH: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    codes_ptr, offset, inside, amax_ptr, groups, groups_inside, w, random,
+    W: tl.constexpr, WH: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Round float32 weights to codes under the scales of their groups' largest magnitudes, and store them."""
     amax = tl.load(amax_ptr + groups, mask=groups_inside, other=0)
     inverse = as_float((254 - scale_exponent(amax)) << 23)
