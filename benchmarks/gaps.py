@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python3 benchmarks/gaps.py --sizes 134m,1b --modes o1,recipe:fp8-current+sr
 
-Sizes and modes are those of `benchmarks/train.py`. A step has four phases: entering `step_context` (casts of weights), forward,
+Sizes and modes are those of `dither bench train`. A step has four phases: entering `step_context` (casts of weights), forward,
 backward, and optimizer. A kernel belongs to the phase in which the host launched it; a gap belongs to the kernel after it. It
 is "host" if that kernel was launched after the kernel before it had ended, so that the GPU had nothing to do, and "device" if
 it had been launched in time.
@@ -17,26 +17,56 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
-from train import KERNELS, SIZES, build, check_size, listed
-from train_modes import parse_mode
+from torch.profiler import ProfilerActivity, record_function
 
-from dither import step_context
+from dither.tools.bench_train import SIZES, build, check_size, parse_mode
 
 PHASES = ("enter", "forward", "backward", "optimizer")
+
+KERNELS = {
+    "attention": r"flash|fmha|sdpa|attention",
+    "optimizer": r"adam|multi_tensor|FusedOptimizer",
+    "products": r"gemm|nvjet|cutlass|cublas|xmma|matmul|splitK|aten::(add|b|_scaled_)?mm",
+    "sampling": r"_sample_|_noise_kernel|sample_backward|dither::(re)?sample",
+    # Inductor's: norms, activations and rotations that also find the largest magnitude, or cast as torchao's recipes do.
+    "joined with casts": r"triton_.*(amax|clamp)",
+    # Dither's own kernels; copies that change the dtype.
+    "casts": r"quantize|_cast|_transpose_kernel|_amax_kernel|_factors_kernel|_round_kernel|copy_kernel|CopyKernel|Memcpy",
+    "rest": "",
+}
+"""What a kernel does, by its name: the first pattern that is found. Norms, activations and the loss are the rest."""
+
+
+def profile(step, cuda: bool) -> list[dict]:
+    """Return the kernels of one step (on a CPU: its operations), slowest first: name, group, milliseconds, calls."""
+    kind = torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[kind]) as record:
+        step()
+        if cuda:
+            torch.cuda.synchronize()
+    kernels = []
+    for event in record.key_averages():
+        # Events of the host, and ranges that it marks, repeat the time of the kernels that they launch.
+        if event.is_user_annotation or (cuda and event.device_type != torch.autograd.DeviceType.CUDA):
+            continue
+        ms = (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e3
+        group = next(name for name, pattern in KERNELS.items() if re.search(pattern, event.key, re.IGNORECASE))
+        kernels.append({"name": event.key, "group": group, "ms": ms, "calls": event.count})
+    return sorted(kernels, key=lambda kernel: -kernel["ms"])
 
 
 def stepper(size: str, mode: str, sequence: int):
     """Return a training step whose phases are marked for the profiler."""
     config, batch = SIZES[size]
-    model, optimizer, context = build(size, mode, "cuda", None, True, None)
+    built = build(size, mode, "cuda")
+    model, optimizer, context = built.model, built.optimizer, built.context
     random, steps = torch.Generator("cuda").manual_seed(1), itertools.count()
 
     def step() -> None:
         text = torch.randint(config.vocab_size, (batch, sequence + 1), device="cuda", generator=random)
         mark = record_function("phase:enter")
         mark.__enter__()
-        with step_context(model, step=next(steps)):
+        with built.step_context(next(steps)):
             mark.__exit__(None, None, None)
             with record_function("phase:forward"), context:
                 loss = model(text[:, :-1], text[:, 1:])
@@ -51,7 +81,7 @@ def stepper(size: str, mode: str, sequence: int):
 
 def trace(step, steps: int = 2) -> list[dict]:
     """Return the events of some steps as the profiler writes them."""
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
         for _ in range(steps):
             step()
         torch.cuda.synchronize()
@@ -104,12 +134,14 @@ def analyse(events: list[dict]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=listed(check_size), default=["134m", "1b"])
-    parser.add_argument("--modes", type=listed(parse_mode), default=["o1", "recipe:fp8-current+sr"])
+    parser.add_argument("--sizes", default="134m,1b")
+    parser.add_argument("--modes", default="o1,recipe:fp8-current+sr")
     parser.add_argument("--sequence", type=int, default=2048)
     arguments = parser.parse_args()
-    for size in arguments.sizes:
-        for mode in arguments.modes:
+    for size in arguments.sizes.split(","):
+        check_size(size)
+        for mode in arguments.modes.split(","):
+            parse_mode(mode)
             step = stepper(size, mode, arguments.sequence)
             for _ in range(6):
                 step()

@@ -12,13 +12,10 @@ overhead between the parts. "BF16" is nn.Linear with bfloat16 tensors in the sam
 """
 
 import argparse
-import importlib
-import sys
 
 import torch
 import triton
 from torch import Tensor, nn
-from triton.testing import do_bench_cudagraph
 
 from dither.nn import functional
 from dither.nn.functional import Amax
@@ -26,6 +23,8 @@ from dither.nn.linear import Linear
 from dither.nn.step import step_context
 from dither.spec import LayerPrecision
 from dither.spec.recipes import recipe
+from dither.tools.bench import median_ms, use_peers
+from dither.tools.bench_kernels import layer_step, torchao_layer
 
 MODELS = {  # width, ffn, batch
     "134M": (768, 2048, 24),
@@ -49,18 +48,7 @@ def shapes(model: str) -> list[tuple[str, int, int, int]]:
 
 def micros(function) -> float:
     """Return the median time on the device in microseconds."""
-    with torch.cuda.stream(torch.cuda.Stream()):
-        return do_bench_cudagraph(function, rep=30, return_mode="median") * 1e3
-
-
-def step_of(layer: nn.Module, x: Tensor, dy: Tensor):
-    """Return a function that runs forward and backward of one micro-batch."""
-    inputs = [x, *layer.parameters()]
-
-    def run() -> None:
-        torch.autograd.grad(layer(x), inputs, dy)
-
-    return run
+    return median_ms(function, torch.device("cuda")) * 1e3
 
 
 def parts(precision: LayerPrecision, m: int, k: int, n: int) -> dict[str, float]:
@@ -91,9 +79,9 @@ def parts(precision: LayerPrecision, m: int, k: int, n: int) -> dict[str, float]
     x.requires_grad_()
     with torch.autocast("cuda", bf16):
         with step_context(layer, step=0):
-            step_of(layer, x, dy)()
+            layer_step(layer, x, dy)()
         with step_context(layer, step=1):  # with a history, where scaling is delayed
-            whole = micros(step_of(layer, x, dy))
+            whole = micros(layer_step(layer, x, dy))
     return {
         "cast w": micros(cast_w),
         "cast x": micros(cast_x),
@@ -115,21 +103,15 @@ def bf16_products(m: int, k: int, n: int) -> dict[str, float]:
         "y": micros(lambda: plain @ w.T),
         "dx": micros(lambda: dy @ w),
         "dw": micros(lambda: dy.T @ plain),
-        "layer": micros(step_of(layer, x, dy)),
+        "layer": micros(layer_step(layer, x, dy)),
     }
 
 
-def peer(folder: str, kind: str, m: int, k: int, n: int) -> float:
-    """Time forward and backward of a compiled float8 layer of torchao, whose weight is cast in every call."""
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    float8 = importlib.import_module("torchao.float8")
-    torch._dynamo.reset()
-    model = nn.Sequential(nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16))
-    float8.convert_to_float8_training(model, config=float8.Float8LinearConfig.from_recipe_name(kind))
+def peer(kind: str, m: int, k: int, n: int) -> float:
+    """Time forward and backward of a compiled float8 layer of torchao."""
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
-    return micros(step_of(torch.compile(model), x, dy))
+    return micros(layer_step(torchao_layer(kind, k, n, torch.device("cuda")), x, dy))
 
 
 def main() -> None:
@@ -138,6 +120,7 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--peer", metavar="FOLDER", help="where torchao lies, unpacked")
     arguments = parser.parse_args()
+    use_peers(arguments.peer)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}")
     for model in arguments.models:
         for name, m, k, n in shapes(model):
@@ -149,7 +132,7 @@ def main() -> None:
                 found = parts(recipe(text).default, m, k, n)
                 row(f"`{text}`", found, flop, bf16["layer"] / found["layer"])
             for kind in ("tensorwise", "rowwise") if arguments.peer else ():
-                whole = peer(arguments.peer, kind, m, k, n)
+                whole = peer(kind, m, k, n)
                 row(f"torchao, {kind}", {"layer": whole}, flop, bf16["layer"] / whole)
 
 

@@ -3,7 +3,7 @@
     PYTHONPATH=src python3 benchmarks/monitor.py --size 1b
     PYTHONPATH=src python3 benchmarks/monitor.py --device cpu --size tiny --sequence 32 --tokens 32 --steps 2  # the script runs
 
-A Llama of `benchmarks/train.py` trains in --mode, with compiled blocks. Three kinds of steps alternate: ordinary ones without
+A Llama of `dither bench train` trains in --mode, with compiled blocks. Three kinds of steps alternate: ordinary ones without
 a monitor, ones inside `monitor.step` that are not sampled, and looks: an uncompiled pass over --tokens of the step's batch in
 `monitor.aside`, with the statistics of all layers, as in the trainer. Seconds are medians of wall-clock time, including the
 host and one synchronization with the device; peaks are of allocated memory. The last line is the fraction of training time for
@@ -14,16 +14,17 @@ import argparse
 import statistics
 
 import torch
-import train as bare
-from snip_cost import seconds_of
+from gaps import profile
 
 import dither
+from dither.tools.bench import seconds_of
+from dither.tools.bench_train import SIZES, build
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", default="1b", choices=bare.SIZES)
-    parser.add_argument("--mode", default="recipe:fp8-block", help="of benchmarks/train.py")
+    parser.add_argument("--size", default="1b", choices=SIZES)
+    parser.add_argument("--mode", default="recipe:fp8-block", help="of `dither bench train`")
     parser.add_argument("--tokens", type=int, default=2048, help="of a look: whole sequences of a step")
     parser.add_argument("--every", type=int, default=100)
     parser.add_argument("--sequence", type=int, default=2048)
@@ -31,9 +32,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="of each kind")
     parser.add_argument("--profile", action="store_true", help="the kernels of a look, by time")
     arguments = parser.parse_args()
-    config, batch = bare.SIZES[arguments.size]
+    config, batch = SIZES[arguments.size]
     cuda = arguments.device.startswith("cuda")
-    model, optimizer, context = bare.build(arguments.size, arguments.mode, arguments.device, None, cuda, None)
+    built = build(arguments.size, arguments.mode, arguments.device)
+    model, optimizer, context = built.model, built.optimizer, built.context
     random = torch.Generator(arguments.device).manual_seed(1)
     text = torch.randint(config.vocab_size, (batch, arguments.sequence + 1), device=arguments.device, generator=random)
     # Steps inside `monitor.step` below have numbers that it does not sample; looks are asked for by `aside`.
@@ -66,7 +68,7 @@ def main() -> None:
     found: dict[str, list[tuple[float, float | None]]] = {name: [] for name in kinds}
     for turn in range(arguments.steps):
         for name, work in kinds.items() if turn % 2 == 0 else reversed(kinds.items()):
-            found[name].append(seconds_of(work, arguments.device))
+            found[name].append(seconds_of(work, torch.device(arguments.device)))
     assert monitor.report is None or monitor.report.layers
     look()
     assert monitor.report is not None
@@ -79,7 +81,7 @@ def main() -> None:
         print(f"{name:<20}{each:>10.4f}{each / ordinary:>9.3f}{peak:>10.2f}", flush=True)
     print(f"a look every {arguments.every} steps takes {seconds['a look'] / (arguments.every * ordinary):.2%} of the training")
     if arguments.profile:
-        for kernel in bare.profile(look, cuda)[:30]:
+        for kernel in profile(look, cuda)[:30]:
             print(f"  {kernel['ms']:>9.3f} ms{kernel['calls']:>6} x  {kernel['name'][:120]}", flush=True)
 
 

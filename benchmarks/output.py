@@ -7,16 +7,15 @@
 "padded": products with a vocabulary of 50304, of a weight with rows of zeros, and of gradients copied into rows that end in
 zeros; the times include the copies. TFLOP/s count a vocabulary of 50257.
 
---fp8 times the output layer with its loss at the sizes of `benchmarks/train.py`. "apart" casts the BF16 gradient of the logits,
+--fp8 times the output layer with its loss at the sizes of `dither bench train`. "apart" casts the BF16 gradient of the logits,
 "fused" writes its codes in the backward pass of the loss. "peak" is the memory allocated besides the inputs and the weight's
 codes. Below are the kernels of the backward pass alone.
 """
 
 import argparse
+from functools import partial
 
 import torch
-from loss import inputs
-from quantize import median_ms, try_shapes
 from torch.nn import functional
 
 import dither
@@ -25,9 +24,12 @@ from dither.nn import Linear, step_context
 from dither.nn.linear import Output
 from dither.ops.reference.loss import largest_gradient
 from dither.ops.triton import loss as kernels
-from dither.ops.triton import loss as loss_codes
 from dither.ops.triton import quantize
 from dither.spec import Cast
+from dither.tools import bench
+from dither.tools.bench_kernels import loss_inputs
+
+median_ms = partial(bench.median_ms, device=torch.device("cuda"))
 
 SIZES = {"134M": (49152, 768, 32000), "1B": (16384, 2048, 32000), "8B": (8192, 4096, 32000), "8B, 128k": (8192, 4096, 128256)}
 """Tokens, inputs and vocabulary."""
@@ -65,10 +67,10 @@ def fp8() -> None:
                 print(f"{name:<10}{shown:<22}{forward:>11.3f}{both:>9.3f}{peak:>10.0f}", flush=True)
 
 
-def codes(sweep: bool) -> None:
-    """Print the time of the codes alone, relative to a copy of the logits; with `sweep`, of all tiles."""
+def codes() -> None:
+    """Print the time of the codes alone, relative to a copy of the logits."""
     for N, V in ((16384, 32000), (8192, 128256)):
-        logits, targets = inputs((N, V), "cuda")
+        logits, targets = loss_inputs(N, V, torch.device("cuda"))
         copy = torch.empty_like(logits)
         base = median_ms(lambda a=copy, b=logits: a.copy_(b))
         _, parts = kernels.forward(logits, targets)
@@ -79,7 +81,7 @@ def codes(sweep: bool) -> None:
             out = torch.ops.dither.empty_gradient_codes(logits, str(cast))
 
             def run(out=out, cast=cast, given=(logits, targets, parts, weights, amax)) -> tuple[torch.Tensor, ...]:
-                return loss_codes.backward_codes(*given, cast, 0, out)[:1]
+                return kernels.backward_codes(*given, cast, 0, out)[:1]
 
             def two(cast=cast, given=(logits, targets, parts, weights), amax=amax) -> None:
                 grads = kernels.backward(*given)
@@ -87,12 +89,6 @@ def codes(sweep: bool) -> None:
 
             ms, apart = median_ms(run), median_ms(two)
             print(f"{N} x {V}, {text}: {ms:.3f} ms, {base / ms:.3f} of a copy; separately {apart:.3f} ms", flush=True)
-            if sweep and N == 16384:
-                tensor = [(64, 128, 1, 4, 8), (64, 128, 8, 4, 8), (64, 128, 4, 4, 4), (128, 64, 4, 4, 8), (128, 128, 4, 4, 16)]
-                tensor += [(32, 128, 4, 4, 4), (32, 128, 8, 4, 4), (64, 64, 4, 4, 4)]
-                tile = [(128, 32, 4, 16, 4), (128, 64, 4, 16, 8), (128, 32, 4, 8, 4), (128, 64, 4, 8, 8), (128, 64, 4, 8, 4)]
-                kind = cast.group.kind
-                try_shapes(loss_codes, f"_{kind}_shape", tensor if kind == "tensor" else tile, run, base)
 
 
 def main() -> None:
@@ -101,10 +97,9 @@ def main() -> None:
     parser.add_argument("--inputs", type=int, default=768)
     parser.add_argument("--words", type=int, default=50257)
     parser.add_argument("--fp8", action="store_true", help="the layer with its loss, in BF16 and in FP8")
-    parser.add_argument("--sweep", action="store_true", help="with --fp8: tiles and warps of the kernels, to choose from")
     arguments = parser.parse_args()
     if arguments.fp8:
-        codes(arguments.sweep)
+        codes()
         fp8()
         return
     N, D, V = arguments.tokens, arguments.inputs, arguments.words

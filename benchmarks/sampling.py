@@ -1,31 +1,24 @@
-"""Sampling weights on the GPU, float32 to bfloat16, compared with torch, a Box-Muller kernel, the plain cast and a copy.
+"""Weights sampled with normal noise by Box-Muller, the paper's other noise, beside `rounded_normal` and a copy, on the GPU.
 
-    PYTHONPATH=src python3 benchmarks/sampling.py            # the table: Figure 5 of the GaussWS paper, and the gradients
-    PYTHONPATH=src python3 benchmarks/sampling.py --sweep    # warps of both kernels, to choose from
+    PYTHONPATH=src python3 benchmarks/sampling.py
 
-A sampled weight must be read and written once, 6 bytes per element, and so must its gradients, bfloat16 to float32. "share" is
-the bandwidth of these bytes over that of a copy of as many, in the same run; "of cast" is the speed relative to
-`w.to(bfloat16)`.
+`dither bench kernels` has the noises of the library. "share" is that of a copy of as many bytes: 6 per element.
 """
 
-import argparse
-from collections.abc import Callable
 from functools import partial
 
 import torch
 import triton
 import triton.language as tl
-from quantize import median_ms, try_shapes
 from torch import Tensor
 
-from dither import Stream
 from dither.ops.triton import sampling as kernels
 from dither.ops.triton.sampling import RUN, amax_of, block_runs, block_scale, load_runs, program_block, run_words, store_runs
-from dither.spec import NOISES
+from dither.spec.random import Draw
+from dither.tools.bench import copy_limit, median_ms
+from dither.tools.bench_kernels import BLOCK, sample_inputs
 
-SHAPES = [(2048, 8192), (4096, 4096), (8192, 8192), (16384, 16384)]
-BLOCK = 32
-STREAM = Stream(0, "sample", "w")
+CUDA = torch.device("cuda")
 
 
 @triton.jit(do_not_specialize=["key"])
@@ -47,9 +40,9 @@ def _box_muller_kernel(
     store_runs(out_ptr, x.to(tl.bfloat16), row, column, rows, columns, True)
 
 
-def box_muller(w: Tensor, b_t: Tensor) -> Tensor:
+def box_muller(w: Tensor, b_t: Tensor, draw: Draw) -> Tensor:
     """Return w_hat by the kernel above; w has whole tiles."""
-    out, draw = torch.empty_like(w, dtype=torch.bfloat16), STREAM.draw(1, tuple(w.shape), (0, 0), w.device)
+    out = torch.empty_like(w, dtype=torch.bfloat16)
     (rows, columns), across = w.shape, w.shape[1] // BLOCK
     _box_muller_kernel[(rows // BLOCK * across,)](
         w, b_t, out, draw.step, draw.key, rows, columns, 2**31 // across, B=BLOCK, NATIVE=True, num_warps=kernels._warps(BLOCK)
@@ -57,74 +50,20 @@ def box_muller(w: Tensor, b_t: Tensor) -> Tensor:
     return out
 
 
-def plain(w: Tensor, b_t: Tensor, uniform: bool) -> Tensor:
-    """Return the same in torch, as in the paper's baseline."""
-    squares = w.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
-    scale = squares.abs().amax((1, 3), keepdim=True) * torch.exp2(1 - b_t)[:, None, :, None]
-    r = torch.rand_like(w, dtype=torch.bfloat16) - 0.5 if uniform else (torch.randn_like(w) / 2).round()
-    return (squares + r.view_as(squares) * scale).to(torch.bfloat16).view_as(w)
-
-
-def inputs(shape: tuple[int, int]) -> tuple[Tensor, Tensor, float]:
-    """Return a weight, its bitwidths, and the time of a copy of 6 bytes per element in milliseconds."""
-    torch.manual_seed(0)
-    w = torch.randn(shape, device="cuda")
-    b_t = 4 + 2 * torch.rand(shape[0] // BLOCK, shape[1] // BLOCK, device="cuda")
-    octets = torch.empty(3 * w.numel(), dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(octets)
-    return w, b_t, median_ms(lambda: target.copy_(octets))
-
-
-def table() -> None:
-    """Print all methods and shapes."""
+def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, float32 to bfloat16")
-    print(f"{'shape':<15}{'':<36}{'us':>9}{'10^9/s':>9}{'share':>8}{'of cast':>9}")
-    for shape in SHAPES:
-        w, b_t, copy = inputs(shape)
-        narrow, wide = w.to(torch.bfloat16), torch.empty_like(w)
-        # Timed functions, and the bytes per element that must move.
-        ways: dict[str, tuple[Callable[[], object], int]] = {
-            "plain cast": (partial(w.to, torch.bfloat16), 6),
-            **{kind: (forward(w, b_t, kind), 6) for kind in NOISES},
-            "Box-Muller, Triton": (partial(box_muller, w, b_t), 6),
-            "torch": (partial(plain, w, b_t, False), 6),
-            "torch.compile": (partial(torch.compile(plain, dynamic=False), w, b_t, False), 6),
-            "torch.compile, uniform": (partial(torch.compile(plain, dynamic=False), w, b_t, True), 6),
-            "plain cast of the gradient": (partial(wide.copy_, narrow), 6),
-            "gradients of w and b_t": (backward(narrow, b_t, torch.float32), 6),
-            "gradient of b_t alone": (backward(narrow, b_t, torch.bfloat16), 2),
+    print(f"{'size':<8}{'':<22}{'us':>9}{'10^9/s':>9}{'share':>8}")
+    for n in (2048, 4096, 8192, 16384):
+        w, b_t, draw = sample_inputs(n, CUDA)
+        ways = {
+            "rounded_normal": partial(kernels.sample, w, b_t, draw, "rounded_normal", BLOCK, torch.bfloat16),
+            "Box-Muller, Triton": partial(box_muller, w, b_t, draw),
         }
-        times = {"copy": (copy, 6), **{what: (median_ms(run), moved) for what, (run, moved) in ways.items()}}
-        for what, (ms, moved) in times.items():
-            rate, share = w.numel() / ms / 1e6, copy * moved / 6 / ms
-            name, of_cast = f"{shape[0]} x {shape[1]}", times["plain cast"][0] / ms
-            print(f"{name:<15}{what:<36}{ms * 1e3:>9.1f}{rate:>9.0f}{share:>8.3f}{of_cast:>9.3f}", flush=True)
-
-
-def forward(w: Tensor, b_t: Tensor, kind: str) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Return a function that calls the kernel without checks and dispatch."""
-    draw = STREAM.draw(1, tuple(w.shape), (0, 0), w.device)
-    return lambda: kernels.sample(w, b_t, draw, kind, BLOCK, torch.bfloat16)
-
-
-def backward(grad: Tensor, b_t: Tensor, dtype: torch.dtype) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Return the same for the gradients; with the gradient's own `dtype`, only that of b_t is computed."""
-    draw, amax = STREAM.draw(1, tuple(grad.shape), (0, 0), grad.device), torch.ones_like(b_t)
-    return lambda: kernels.sample_backward(grad, amax, b_t, draw, "rounded_normal", BLOCK, dtype)
-
-
-def sweep() -> None:
-    """Print the speed by warps of a program relative to a copy, at two shapes, best first; all must give the same bits."""
-    for shape in (SHAPES[1], SHAPES[2]):
-        w, b_t, copy = inputs(shape)
-        print(f"{shape}, float32 to bfloat16 (_warps)")
-        try_shapes(kernels, "_warps", [1, 2, 4], forward(w, b_t, "rounded_normal"), copy)
-        for dtype, least in ((torch.float32, copy), (torch.bfloat16, copy / 3)):
-            print(f"{shape}, gradients, bfloat16 to {dtype} (_warps)")
-            try_shapes(kernels, "_warps", [1, 2, 4], backward(w.to(torch.bfloat16), b_t, dtype), least)
+        for name, run in ways.items():
+            ms = median_ms(run, CUDA)
+            share = copy_limit(6 * w.numel(), CUDA).ms / ms
+            print(f"{n:<8}{name:<22}{ms * 1e3:>9.1f}{w.numel() / ms / 1e6:>9.0f}{share:>8.3f}", flush=True)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", action="store_true")
-    (sweep if parser.parse_args().sweep else table)()
+    main()

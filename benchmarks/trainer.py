@@ -4,7 +4,7 @@
     PYTHONPATH=src python3 benchmarks/trainer.py TOKENS --curve gpt2-124m --steps 600 --json curve.json
 
 Without --curve: the Llama of 134 M parameters, 24 sequences of 2048 tokens, BF16 autocast, compiled blocks, a line of metrics
-every 10 steps and a checkpoint every 100, once by `dither.train.loop.train` and once as in `benchmarks/train.py` (random
+every 10 steps and a checkpoint every 100, once by `dither.train.loop.train` and once as in `dither bench train` (random
 tokens, no clipping, no metrics). The trainer's rate counts all seconds between the first line of metrics and the last but
 those of evaluations and samples of text. With --curve: one run of a preset, and its losses.
 """
@@ -15,8 +15,7 @@ import json
 import tempfile
 from pathlib import Path
 
-import train as bare
-
+from dither.tools import bench_train as bare
 from dither.train import config, loop
 
 BARE = "134m"
@@ -70,12 +69,12 @@ def main() -> None:
         return
     found = rate(lines)
     stalls = [line["seconds"] for line in lines if line["kind"] == "save"]
-    options = argparse.Namespace(
-        device="cuda", sequence=2048, batch=None, warmup=5, steps=40, compile=True, peer=None, layers=None, profile=False
-    )
-    (result,) = bare.separately(BARE, ["o1"], argparse.Namespace(**vars(options), verbose=True))
+    step = bare.separately(BARE, ["o1"], bare.StepSettings("cuda", steps=40))["o1"]
+    if step.ms is None:
+        raise RuntimeError(step.why)
+    plain = bare.SIZES[BARE][1] * 2048 / step.ms * 1e3
     print(f"trainer    {found / 1e3:.1f} thousand tokens per second; saves held it up for {', '.join(map(str, stalls))} s")
-    print(f"bare loop  {result['tokens_per_second'] / 1e3:.1f}; the trainer reaches {found / result['tokens_per_second']:.4f}")
+    print(f"bare loop  {plain / 1e3:.1f}; the trainer reaches {found / plain:.4f}")
 
 
 if __name__ == "__main__":

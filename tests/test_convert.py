@@ -473,7 +473,7 @@ def test_what_the_gpu_cannot_take(model, gpu, capability):
     assert text.startswith(f"The layer {wrong[0]!r}, forward product: ")
     assert said in text
     assert text.endswith(
-        f"; emulate=True multiplies in float32; or skip={wrong[0]!r}, or fallback='emulate' to do so in this layer, "
+        f"; emulate=True multiplies in float32; or skip={wrong[0]!r}, or fallback='emulate' for this layer alone, "
         "or 'bf16' to run it uncast."
     )
     assert not any(isinstance(module, Linear) for module in model.modules())
@@ -564,7 +564,7 @@ def conversion(run: Config, out):
 def test_what_the_trainer_refuses_and_what_it_falls_back_to(monkeypatch, folder, tmp_path):
     monkeypatch.setattr(backend, "capability_of", lambda device: (8, 0))
     given = [f'precision.plan="{folder}/plan.json"']
-    with pytest.raises(UserError, match=r"down_proj', forward product: no matrix units .* fallback='emulate' to do so"):
+    with pytest.raises(UserError, match=r"down_proj', forward product: no matrix units .* fallback='emulate' for this layer"):
         conversion(settings(folder, tmp_path, *given), tmp_path)
     for fallback, engine in (("emulate", "fp32"), ("bf16", "torch")):
         record = conversion(settings(folder, tmp_path, *given, f"precision.fallback={fallback}"), tmp_path)

@@ -10,11 +10,12 @@ from torch.nn import functional as F  # noqa: N812
 
 import dither
 from dither import Cast, Stream, convert, recipe, step_context
-from dither.nn import Linear
+from dither.nn import Linear, freeze_base
 from dither.numerics.counts import LEAVE_FP4, gradient_sums, margin_of
 from dither.ops.reference import transforms
-from dither.spec import LayerPrecision, Transform
+from dither.spec import LayerPrecision, Sampling, Transform
 from dither.spec.recipes import RECIPES
+from dither.train.config import Precision
 
 NAMES = [name for name, each in RECIPES.items() if each.paper or name == "fp4-forward"]
 STEP, SEED = 7, 0
@@ -295,3 +296,20 @@ def test_a_short_training_learns_and_compiles_to_the_same_bits(name):
         losses[compiled] = found
     assert losses[True] == losses[False][:4]
     assert losses[False][-1] < 0.9 * losses[False][0]
+
+
+def test_a_frozen_weight_cannot_be_rounded_stochastically_in_backward():
+    model = nn.Sequential(nn.Linear(64, 64))
+    convert(model.requires_grad_(False), "fp4-all-the-way")
+    with pytest.raises(dither.UserError, match="rounds its weight stochastically in the input gradient"):
+        freeze_base(model)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "o1"])
+def test_sampled_weights_that_forward_does_not_cast_have_the_type_of_the_mode(mode):
+    plan = Precision(recipe="mxfp4-rht", mode=mode, sampling=Sampling()).load_plan()
+    model = nn.Sequential(nn.Linear(64, 64))
+    convert(model, plan)
+    with step_context(model, step=0), torch.autocast("cpu", torch.bfloat16, enabled=mode == "o1"):
+        y = model(random(4, 64, seed=1))
+    assert y.dtype == (torch.bfloat16 if mode == "o1" else torch.float32)

@@ -33,7 +33,7 @@ SIZES = {
     "1b": (shape_of(PRESETS["llama-1b"]), 8),
     "3b": (shape_of(PRESETS["llama-3b"]), 3),
 }
-"""The sizes of benchmarks/train.py: model, and sequences of 2048 tokens in a step."""
+"""The sizes of `dither bench train`: model, and sequences of 2048 tokens in a step."""
 
 MEASURED = [
     # docs/benchmarks.md: peaks on an H200, blocks compiled, fused cross entropy; test_advice.py has those of other casts

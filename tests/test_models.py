@@ -28,6 +28,7 @@ from dither.models import (
     parameter_count,
     preset,
 )
+from dither.tools.memory import model_shape
 
 TINY = PRESETS["tiny"]
 SMALL = GPT2Config(n_embd=128, n_layer=2, n_head=4, vocab_size=256, n_positions=128)
@@ -147,6 +148,19 @@ def test_presets_have_the_sizes_they_are_named_for(name, millions):
     total = 2 * config.vocab_size * d + config.num_hidden_layers * block + d
     assert sum(parameter.numel() for parameter in model.parameters()) == total == parameter_count(config)
     assert round(total / 1e6) == millions
+
+
+def test_the_mixture_has_the_size_it_is_named_for():
+    transformers = pytest.importorskip("transformers")
+    config = PRESETS["moe-1b-a400m"]
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**dataclasses.asdict(config)))
+    shape = model_shape("moe-1b-a400m")
+    assert sum(parameter.numel() for parameter in model.parameters()) == shape.parameters
+    active = shape.parameters - shape.layers * 3 * config.hidden_size * config.intermediate_size * (24 - 8)
+    assert (round(shape.parameters / 1e6), round(active / 1e6)) == (966, 412)
+    with pytest.raises(UserError, match="is a model of transformers"):
+        build("moe-1b-a400m")
 
 
 @pytest.mark.parametrize(

@@ -162,20 +162,37 @@ def test_a_registered_transform_is_undone_after_the_cast(signs):
         (lambda: Format.from_values("x", [0, 2, 1]), r"The values of the format 'x' must ascend: it has 2 before 1\."),
         (lambda: Format.from_values("x", [0, 1, 1]), r"The values of the format 'x' must ascend: it has 1 twice\."),
         (lambda: Format.from_values("x", [0, float("inf")]), r"must be finite: it has inf\."),
+        (lambda: Format.from_values("x", [-1e-45, 0, 1e-45]), r"largest magnitude of the format 'x' is 1.4013e-45"),
+        (lambda: Format.from_values("x", [0, 3e38]), r"so that it is between 2\^-64 and 2\^64\."),
+        (lambda: Format.from_values("uncast", [0, 1]), r"The format 'uncast' has a name that means no cast"),
         (lambda: Format.from_values("x", range(257)), r"The format 'x' has 257 values: a codebook has from 2 to 256\."),
         (lambda: Format.from_values("e3m3", [0, 1]), r"The name 'e3m3' already means a format with other values"),
         (lambda: Format.floating("x", 8, 3, bias=-90), r"'x' has values that float32 does not hold"),
         (lambda: ScaleRule("x", lambda amax, format: amax * 0), r"The scale rule 'x' returns 0.0 for a group with"),
         (lambda: ScaleRule("x", lambda amax, format: amax / 0), r"The scale rule 'x' returns inf for a group with"),
         (lambda: ScaleRule("x", lambda amax, format: amax.log()), r"The scale rule 'x' returns -.* scales are positive"),
+        (lambda: ScaleRule("x", lambda amax, format: 1 / 0), r"reference of the scale rule 'x' raises ZeroDivisionError, div"),
+        (lambda: ScaleRule("x", lambda amax: amax), r"'x' raises TypeError, .* it is a function of \(amax, format\)"),
+        (lambda: ScaleRule("x", half, arguments=-1), r"has a number of arguments from 0 on, not -1\."),
+        (lambda: ScaleRule("x", half, kernel=True), r"The scale rule 'x' has kernel=True, and kernels know built-in rules"),
         (lambda: ScaleRule("x", half, storage="pow2"), r"storage='pow2' holds powers of two alone"),
         (lambda: ScaleRule("nearest", half), r"The scale rule 'nearest' has the name of a rounding"),
         (lambda: RoundingRule("tile", up, random=True), r"The rounding 'tile' has the name of a granularity"),
         (lambda: ScaleRule("fp32", half), r"There are two scale rules 'fp32', of Dither and of"),
         (lambda: RoundingRule("x", lambda fraction, odd, random: fraction), r"The rounding 'x' returns a bool per number"),
         (lambda: TransformRule("x", lambda size: torch.ones(size, size)), r"The matrix of the transform 'x' is not orthogonal"),
+        (
+            lambda: RoundingRule("x", lambda fraction, odd, random: fraction + random >= 1),
+            r"random is None without random=True",
+        ),
+        (lambda: RoundingRule("x", up, kernel=True), r"The rounding 'x' has kernel=True"),
+        (lambda: TransformRule("x", lambda size: torch.eye(size) * (size != 64)), r"'x' is not orthogonal at size 64"),
+        (lambda: TransformRule("x", lambda size: 1 / 0), r"The reference of the transform 'x' raises ZeroDivisionError"),
+        (lambda: TransformRule("x", torch.eye, kernel=True), r"The transform 'x' has kernel=True"),
         (lambda: TransformRule("x", lambda size: 1), r"The transform 'x' returns a float32 matrix \[16, 16\], not 1"),
         (lambda: Recipe.of("fp8", "mxfp8", "mxfp8", "mxfp8"), r"The name 'fp8' already means a recipe"),
+        (lambda: Recipe.of("auto", "mxfp8", "mxfp8", "mxfp8"), r"The name 'auto' already means a recipe"),
+        (lambda: NamedCast("plain", "e2m1", "tile(32)", "fp32"), r"The cast 'plain' has a name that means no cast"),
         (lambda: NamedCast("x", "e2m1", "tile(32)"), r"A cast is either unscaled"),
         (lambda: Format.from_values("Two words", [0, 1]), r"A format has a name of lowercase letters"),
         (lambda: "e4m3", r"dither\.register takes a Format, a rule, a NamedCast or a Recipe, not 'e4m3'\."),
@@ -197,6 +214,9 @@ def test_a_plugin_that_raises_leaves_nothing_behind(tmp_path):
     with pytest.raises(UserError, match="There is no number format 'seven'"):
         Cast.parse("seven tile(32)")
     assert not any(plugin.name == "broken.py" for plugin in registry.PLUGINS.values())
+    path.write_text("import sys; sys.exit(3)")
+    with pytest.raises(UserError, match=r"^The plugin 'broken.py' cannot be imported: SystemExit: 3\.$"):
+        registry.load_plugin(path)
     path.write_text("dither.register(")
     with pytest.raises(UserError, match=r"^The plugin 'broken.py' cannot be imported: SyntaxError: "):
         registry.load_plugin(path)
@@ -363,3 +383,14 @@ def test_formats_compares_casts(capsys, tmp_path):
         assert 0 < each["product_hadamard"] < 0.5
     assert cli.main(["formats", "--cast", "mxfp4", "--on", str(tmp_path / "some.safetensors")]) == 2
     assert "choose one with --tensor, such as a, b." in capsys.readouterr().err
+
+
+def test_built_in_recipes_stay_when_a_plugin_that_imports_them_first_raises(tmp_path):
+    (tmp_path / "broken.py").write_text("import dither\ndither.Recipe\n1 / 0\n")
+    code = (
+        "import sys\nfrom dither.spec import registry\nfrom dither.errors import UserError\n"
+        "try:\n    registry.load_plugin(sys.argv[1])\nexcept UserError as error:\n    print(error)\n"
+        "import dither\nprint(bool(dither.recipe('fp8-block')), registry.RECIPES.added('fp8-block'))\n"
+    )
+    done = in_another_process(code, tmp_path / "broken.py")
+    assert done.stdout.splitlines()[1:] == ["True False"], done.stderr

@@ -61,6 +61,18 @@ def test_the_mean_over_all_draws_is_the_weight(block: int) -> None:
     assert torch.equal(last.view(torch.uint8)[differs], low.view(torch.uint8)[differs])
 
 
+def test_the_mean_over_all_draws_is_the_largest_weight_of_a_group() -> None:
+    """All 2^24 draws of a group's maximum, where the scale has just doubled."""
+    w = torch.full((4096, 4096), -449.7)
+    codes, scale = weight_codes.encode(w, 0, torch.arange(2**24, dtype=torch.int32).view_as(w))
+    assert scale == 2
+    values, counts = codes.view(torch.uint8).unique(return_counts=True)
+    numbers = [Fraction(float(each)) for each in weight_codes.decode(values[None].view(torch.float8_e4m3fn), scale, 0)[0]]
+    assert len(numbers) == 2
+    mean = sum(number * count for number, count in zip(numbers, counts.tolist(), strict=True)) / 2**24
+    assert mean == Fraction(float(w[0, 0]))
+
+
 def test_scales_are_the_least_powers_of_two_that_clip_nothing() -> None:
     amax = torch.cat(
         [torch.rand(1000) * 10.0 ** torch.randint(-9, 9, (1000,)), torch.tensor([448.0, 448.00003, 1.75, 1.7500001])]
@@ -187,6 +199,34 @@ def test_numbers_moves_and_restored_weights() -> None:
     restore_weights(net)
     assert type(net[0][0]) is Linear
     assert torch.equal(net[0][0].weight, numbers)
+
+
+def test_a_state_with_ordinary_weights_is_rounded_to_codes() -> None:
+    """And is not left out, also with strict=False."""
+    torch.manual_seed(7)
+    plain = nn.Sequential(nn.Sequential(nn.Linear(32, 160), nn.GELU()), nn.Sequential(nn.Linear(160, 32), nn.GELU()))
+    state, kept = plain.state_dict(), plain[0][0].weight.clone()
+    net = model()
+    assert not any(net.load_state_dict(state, strict=False))
+    assert "0.0.weight" in state
+    codes, scale = weight_codes.encode(kept, 0, None)
+    assert torch.equal(net[0][0].weight, weight_codes.decode(codes, scale, 0))
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        net.load_state_dict({**state, "0.0.weight": torch.ones(8, 8)})
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [("o1", "the mode 'o1' keeps weights of its own"), ("bf16-sr", r"store_weights\(model, torch.bfloat16\)")],
+)
+def test_training_refuses_other_modes_and_gradients(mode: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        dither.optim.training(model(), mode, lr=1e-2)
+
+
+def test_weights_are_stored_once() -> None:
+    with pytest.raises(UserError, match="stored as codes already"):
+        store_weights(model())
 
 
 REFUSED = [

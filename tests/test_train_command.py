@@ -177,6 +177,17 @@ def test_a_preset_with_experts_is_a_mixtral(text: Path, tmp_path: Path) -> None:
     assert (model.config.model_type, model.config.num_local_experts, model.config.vocab_size) == ("mixtral", 2, 257)
 
 
+def test_a_run_with_stored_weights_is_a_base_of_adapters_and_of_training_for_a_format(text: Path, tmp_path: Path) -> None:
+    """Whose weights are stored otherwise, though other settings are those of the run."""
+    out = tmp_path / "run"
+    stored = ("precision.mode=bf16-sr", "precision.recipe=fp8-current", "precision.weights=fp8")
+    words = ["--data", str(text), *SMALL, "run.steps=1"]
+    assert cli.main(["train", *words, "--out", str(out), "model.layers=1", "model.width=64", *stored]) == 0
+    assert resolve(None, start_from=str(out)).precision.weights == "fp8"
+    assert resolve(None, start_from=str(out), settings=["qat.format=nvfp4"]).precision.weights is None
+    assert cli.main(["train", *words, "--from", str(out), "--out", str(tmp_path / "adapted"), "lora.rank=2"]) == 0
+
+
 @pytest.fixture
 def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     """The configs of runs that begin on an H200 and train nothing."""

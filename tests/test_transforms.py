@@ -80,6 +80,11 @@ def test_texts_of_casts_with_transforms():
         (lambda: Cast.parse("nvfp4 hadamard(24)"), "with a size of 16, 32, 64, 128"),
         (lambda: Cast.parse("nvfp4 hadamard(16,random)"), "There is no transform"),
         (lambda: Cast.parse("e4m3 tensor delayed(16) nearest hadamard(16)"), "use it without"),
+        (lambda: Cast.parse("nvfp4 hadamard(16) hadamard(32)"), "has hadamard\\(16\\) and hadamard\\(32\\): drop one"),
+        (
+            lambda: Cast.parse("nvfp4 hadamard(16) nearest"),
+            "A cast with a name is written 'name \\[rounding\\] \\[transform\\]'",
+        ),
         (lambda: LayerPrecision.of("nvfp4 hadamard(16)", "nvfp4"), "Both operands of the forward product"),
         (lambda: LayerPrecision.of("nvfp4", "nvfp4", "nvfp4 hadamard(16)"), "the same transform: grad has 'hadamard\\(16\\)'"),
         (lambda: LayerPrecision.of("mxfp4", "mxfp4", None, {"weight_grad.input": "mxfp4 hadamard(16)"}), "grad has 'none'"),
@@ -87,14 +92,14 @@ def test_texts_of_casts_with_transforms():
         (lambda: dither.quantize(random(4, 16), "e4m3 tile(16) hadamard(16,redrawn)"), "needs stream="),
         (
             lambda: convert(nn.Sequential(nn.Linear(64, 256)), Plan(default=PRECISIONS["fixed"](128)), only="*"),
-            "hadamard\\(128\\) is wider than the 64 features that the product sums over: skip='0' leaves it alone, and "
-            "fallback='bf16' runs it uncast\\.$",
+            "hadamard\\(128\\) is wider than the 64 features that the product sums over: use a narrower one; "
+            "or skip='0', or fallback='bf16' to run it uncast\\.$",
         ),
         (
             lambda: convert(
                 nn.Sequential(nn.Linear(64, 256)), Plan(default=PRECISIONS["fixed"](128)), only="*", fallback="emulate"
             ),
-            "64 features that the product sums over: skip='0' leaves it alone",
+            "64 features that the product sums over: use a narrower one; or skip='0', or fallback='bf16'",
         ),
     ],
 )

@@ -74,6 +74,7 @@ COMMANDS = {
     "memory": Command("memory", "memory"),
     "advise": Command("advise", "advise", long=True),
     "formats": Command("formats", "formats", light=True),
+    "bench": Command("bench", "bench", long=True),
     "doctor": Command("doctor", "doctor", long=True),
 }
 """The commands by the words that follow `dither`. A dash may replace the space, as in `dither plan-show`."""

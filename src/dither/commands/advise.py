@@ -56,7 +56,7 @@ def advise(
         toml: Write the recommended config to this file.
     """
     from dither.spec.gpus import gpu_named
-    from dither.tools.memory import llama3_of, model_shape
+    from dither.tools.memory import dense, llama3_of, model_shape
     from dither.tools.scaling import Job, rank
 
     kind = gpu_named(gpu, rated=True)
@@ -70,7 +70,7 @@ def advise(
         raise UserError(f"{toml} exists already: choose another name for --toml.")
     if (model is None) == (params is None):
         raise UserError("Give either --model (a preset or a Hugging Face folder) or --params.")
-    shape = model_shape(model) if params is None else llama3_of(params)
+    shape = dense(model_shape(model)) if params is None else llama3_of(params)
     job = Job(shape=shape, gpu=kind, gpus=gpus, node=node, sequence=sequence, batch_tokens=batch_tokens)
     with ProgressBars(sys.stderr).stage("Comparing precisions and layouts") as tick:
         ranking = rank(job, tick)

@@ -122,7 +122,7 @@ def memory(
     estimates = {name: estimate(shape, each, passes) for name, each in settings.items()}
     place = gpu_named(gpu) if gpu is not None else next(iter(gpus_here()), None)
     batches = {} if place is None else {n: largest_batch(shape, s, passes, memory=place.usable) for n, s in settings.items()}
-    best = None if place is None else recommend(shape, place, sequence=passes.sequence, risk=risk)
+    best = None if place is None or shape.experts > 1 else recommend(shape, place, sequence=passes.sequence, risk=risk)
 
     def in_words() -> None:
         title = f"{shape.parameters:,} parameters, {passes.batch} x {passes.sequence} tokens per pass: GiB"

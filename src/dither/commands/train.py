@@ -213,8 +213,11 @@ def resolve(
         base = _starting_from(Path(start_from), base, own=file is not None)
         if file is None and any(setting.startswith("qat.format=") for setting in settings):
             # The casts of the run that made the weights are not those of the new one.
-            kept = replace(base.precision, recipe=None, plan=None, schedule=(), output=None, sampling=None)
+            kept = replace(base.precision, recipe=None, plan=None, schedule=(), output=None, sampling=None, weights=None)
             base = replace(base, precision=kept, snip=Config().snip)
+        if file is None and any(setting.startswith("lora.rank=") for setting in settings):
+            # Weights that the run stored as codes are frozen now: they have codes of the recipe anyway.
+            base = replace(base, precision=replace(base.precision, weights=None))
     return override(base, settings, values)
 
 

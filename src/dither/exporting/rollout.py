@@ -1,6 +1,7 @@
 """The weights of a training step for an engine that generates: the codes that the step multiplies, under the names of files."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -13,9 +14,10 @@ from dither.models.deployment import FUSED, StoredModel
 from dither.models.few_bits import as_in_file
 from dither.models.lora import plain_name
 from dither.models.transformers_models import stored_names
+from dither.nn.experts import ExpertsLinear
 from dither.nn.frozen import FrozenExperts, FrozenLinear, frozen_weights
 from dither.nn.linear import Linear
-from dither.nn.sites import converted_layers, linear_of, linears_of
+from dither.nn.sites import converted_layers, linear_of
 from dither.ops import Quantized, quantize
 from dither.spec.deployment import DEPLOYMENTS
 
@@ -106,7 +108,7 @@ def _coded(stored: StoredModel) -> dict[str, tuple[Coded, str]]:
         if isinstance(layer, Linear):
             found[plain_name(f"{name}.weight")] = _checked(layer, _held(layer))
         else:
-            every = [_held(expert) for expert in linears_of(layer)]
+            every = _held_experts(layer)
             format = _checked(one, every[0])[1]
             found[name.removeprefix(stored.prefix)] = [_checked(one, each)[0] for each in every], format
     return found
@@ -130,6 +132,16 @@ def _held(layer: Linear) -> Quantized:
         values = quantize(values.float(), cast.format).values
     tensor_scale = layout.tensor_scale if cast.scaling.two_level else None
     return Quantized(values, layout.scale, cast, tuple(layer.weight.shape), 1, layer.weight.dtype, tensor_scale)
+
+
+def _held_experts(layer: ExpertsLinear) -> list[Quantized]:
+    """Return the codes that a step holds of each expert's matrix: by itself, or stacked in the first expert."""
+    if not layer.first.grouped:
+        return [_held(expert) for expert in layer.experts]  # type: ignore[arg-type]
+    stacked = _held(layer.first)
+    assert stacked.scale is not None
+    parts = zip(*(part.chunk(len(layer.experts)) for part in (stacked.values, stacked.scale)), strict=True)
+    return [replace(stacked, values=values, scale=scale) for values, scale in parts]
 
 
 def _checked(layer: Linear, codes: Quantized) -> tuple[Quantized, str]:

@@ -13,7 +13,7 @@ from dither.errors import UserError
 from dither.models.causal import PlainLM
 from dither.models.gpt import GPT2, GPTNeo
 from dither.models.llama import Llama
-from dither.models.sizes import GPT2Config, LlamaConfig, ModelConfig, preset
+from dither.models.sizes import GPT2Config, LlamaConfig, MixtralConfig, ModelConfig, preset
 from dither.nn.sites import find_sites
 from dither.ops.ranks import shards
 from dither.spec.random import Stream
@@ -128,6 +128,11 @@ def _known(config: ModelConfig) -> ModelConfig:
     if not isinstance(config, ModelConfig):
         raise UserError(
             f"A model is built from the name of a preset, a LlamaConfig, a GPT2Config or a GPTNeoConfig, not {config!r}."
+        )
+    if isinstance(config, MixtralConfig):
+        raise UserError(
+            "A mixture of experts is a model of transformers: train it with `dither train model.preset=...`, or build it with "
+            "dither.models.hf({'model_type': 'mixtral', **dataclasses.asdict(config)})."
         )
     return config
 

@@ -75,6 +75,31 @@ class LlamaConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MixtralConfig(LlamaConfig):
+    """The sizes of a Llama whose feed-forward layers are experts: transformers' Mixtral, which transformers builds.
+
+    >>> from dither.models import PRESETS
+    >>> PRESETS["moe-1b-a400m"].num_local_experts
+    24
+    """
+
+    model_type: ClassVar[str] = "mixtral"
+    """Name of the architecture at Hugging Face."""
+    num_local_experts: Size
+    """Number of experts per block, each with feed-forward layers of `intermediate_size`."""
+    num_experts_per_tok: Size = 2
+    """Number of experts that see a token."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_experts_per_tok > self.num_local_experts:
+            raise UserError(
+                f"A token cannot see {self.num_experts_per_tok} of {self.num_local_experts} experts: num_experts_per_tok is at "
+                "most num_local_experts."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class GPT2Config:
     """The sizes of a GPT-2; the fields have the names and meanings of Hugging Face's `GPT2Config`. There is no dropout.
 
@@ -204,6 +229,15 @@ PRESETS: dict[str, ModelConfig] = {
     "llama-1b": _llama(2048, 22, 32, 5632),
     "llama-3b": _llama(3072, 28, 24, 8192),
     "llama-8b": _llama(4096, 32, 32, 14336, num_key_value_heads=8),
+    "moe-1b-a400m": MixtralConfig(
+        hidden_size=1024,
+        num_hidden_layers=22,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        intermediate_size=512,
+        num_local_experts=24,
+        num_experts_per_tok=8,
+    ),
     "gpt2-tiny": GPT2Config(n_embd=128, n_layer=2, n_head=4, vocab_size=256),
     "gpt2-124m": GPT2Config(n_embd=768, n_layer=12, n_head=12),
     "gpt2-350m": GPT2Config(n_embd=1024, n_layer=24, n_head=16),
@@ -214,7 +248,8 @@ PRESETS: dict[str, ModelConfig] = {
 }
 """Sizes by name.
 
-Llamas: output layers are untied; the vocabulary is 32,000 except for `tiny` (256) and those of 3M to 34M (8192). GPT-2: a tiny
+Llamas: output layers are untied; the vocabulary is 32,000 except for `tiny` (256) and those of 3M to 34M (8192). The mixture
+has 0.97B weights, of which a token meets 0.41B. GPT-2: a tiny
 one for tests, GPT-2, medium and large, with 1024 positions. GPT-Neo: the published ones, with 2048 positions and windows of 256
 tokens. Both have a vocabulary of 50,257 and tied output layers.
 """
@@ -247,6 +282,14 @@ NAMES: dict[str, dict[str, str]] = {
         "kv_heads": "num_key_value_heads",
         "feed_forward": "intermediate_size",
     },
+    "mixtral": {
+        "layers": "num_hidden_layers",
+        "width": "hidden_size",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "feed_forward": "intermediate_size",
+        "experts": "num_local_experts",
+    },
     "gpt2": {"layers": "n_layer", "width": "n_embd", "heads": "n_head", "feed_forward": "n_inner"},
     "gpt_neo": {
         "layers": "num_layers",
@@ -257,7 +300,7 @@ NAMES: dict[str, dict[str, str]] = {
 }
 """Names of the fields of [model] in the configs of each architecture."""
 
-CHANGES = (*NAMES["llama"], "experts")
+CHANGES = tuple(NAMES["mixtral"])
 """Fields of [model] that change a preset."""
 
 
@@ -284,7 +327,7 @@ class Model:
     feed_forward: Count | None = None
     """Width of the feed-forward layers, in place of the preset's."""
     experts: Annotated[int, AtLeast(2)] | None = None
-    """Number of experts per block, two of which see a token: the Llama becomes the Mixtral of transformers."""
+    """Number of experts per block: a Llama becomes the Mixtral of transformers, where two experts see a token."""
 
     def __post_init__(self) -> None:
         check("model", self)
@@ -305,7 +348,7 @@ class Model:
     @property
     def ours(self) -> bool:
         """True for a model of Dither, False for one of transformers."""
-        return self.hf is None and self.experts is None
+        return self.hf is None and not isinstance(self.sizes(), MixtralConfig)
 
     def sizes(self, vocab: int | None = None) -> ModelConfig:
         """Return the sizes of the preset with the changes of this section, and with a vocabulary of that size.
@@ -317,28 +360,24 @@ class Model:
         """
         assert self.size is not None
         base = PRESETS[self.size]
+        if self.experts is not None and type(base) is LlamaConfig:
+            base = MixtralConfig(**asdict(base), num_local_experts=self.experts)
         names = NAMES[base.model_type]
-        changes = {key: value for key in CHANGES if (value := getattr(self, key)) is not None and key != "experts"}
+        changes = {key: value for key in CHANGES if (value := getattr(self, key)) is not None}
         if unknown := [key for key in changes if key not in names]:
             raise UserError(f"model.{unknown[0]} is for Llamas, and model.preset={self.size!r} is none: leave it out.")
-        if self.experts is not None and base.model_type != "llama":
-            raise UserError(f"model.experts is for Llamas, and model.preset={self.size!r} is none: leave it out.")
         if "width" in changes and "feed_forward" not in changes:
             wide = base.intermediate_size or 4 * base.hidden_size
             changes["feed_forward"] = -(-wide * changes["width"] // base.hidden_size)
         try:
-            return preset(
-                self.size,
-                **{names[key]: value for key, value in changes.items()},
-                **({} if vocab is None else {"vocab_size": vocab}),
-            )
+            sizes: dict[str, Any] = {names[key]: value for key, value in changes.items()}
+            return dataclasses.replace(base, **sizes | ({} if vocab is None else {"vocab_size": vocab}))
         except UserError as error:
             raise UserError(f"In [model]: {error}") from None
 
     def mixtral(self, vocab: int | None) -> dict[str, Any]:
         """Return the config of transformers' Mixtral with these sizes and experts."""
-        sizes = asdict(self.sizes(vocab))
-        return {"model_type": "mixtral", **sizes, "num_local_experts": self.experts, "num_experts_per_tok": 2}
+        return {"model_type": "mixtral", **asdict(self.sizes(vocab))}
 
 
 @dataclass(frozen=True, kw_only=True)

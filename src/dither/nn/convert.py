@@ -568,10 +568,10 @@ def _obstructed(layer: Layer, precision: LayerPrecision, fallback: Fallback | No
         whole = str(error).rstrip(".")
         reason, emulated, _ = whole.partition("; emulate=True")
         if not emulated and treatment != "bf16":
-            raise UserError(f"{whole}: skip={layer.name!r} leaves it alone, and fallback='bf16' runs it uncast.") from None
+            raise UserError(f"{whole}; or skip={layer.name!r}, or fallback='bf16' to run it uncast.") from None
         if treatment == "error":
             raise UserError(
-                f"{whole}; or skip={layer.name!r}, or fallback='emulate' to do so in this layer, or 'bf16' to run it uncast."
+                f"{whole}; or skip={layer.name!r}, or fallback='emulate' for this layer alone, or 'bf16' to run it uncast."
             ) from None
         return reason
     return ""

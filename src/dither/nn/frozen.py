@@ -319,5 +319,11 @@ def _check(layer: Linear) -> None:
             f"The layer {layer.name!r} transforms its weight or casts it twice, and a frozen weight has codes of one cast: use "
             "a recipe without either, such as nvfp4 or fp8-block."
         )
+    again = precision.cast("input_grad", "weight")
+    if again is not None and again.round.bits:
+        raise UserError(
+            f"The layer {layer.name!r} rounds its weight stochastically in the input gradient, and a frozen weight draws no "
+            "bits: use a recipe that does not, such as nvfp4 or fp8-block."
+        )
     if precision.cast("forward", "weight") is None:
         raise UserError(f"The layer {layer.name!r} does not cast its weight in the forward product: it has no codes to keep.")

@@ -47,15 +47,20 @@ class StoredLinear(FrozenLinear):
         (2056, 'CodedWeight', ['bias', 'weight_codes', 'weight_scale'])
         """
         cast = _check(layer)
-        codes, scale = weight_codes.encode(layer.weight.detach().float(), cast.group.size, None)
         new = cls.shell(layer, without=("weight",))
         new.stored = StoredWeight(str(cast), tuple(layer.weight.shape), 1, dtype)  # type: ignore[arg-type]
-        new.register_buffer("weight_codes", codes)
-        new.register_buffer("weight_scale", scale if cast.group.size else scale.view(()))
+        for name, part in zip(BUFFERS, new._encoded(layer.weight), strict=True):
+            new.register_buffer(name, part)
         new.weight_tensor_scale = None
         new._parameters["weight"] = new._parameter()
         new.start(layer.choice)
         return new
+
+    def _encoded(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return codes and scales of a weight, rounded to nearest."""
+        block = Cast.parse(self.stored.cast).group.size
+        codes, scale = weight_codes.encode(weight.detach().float(), block, None)
+        return codes, scale if block else scale.view(())
 
     def _parameter(self) -> nn.Parameter:
         """Return the parameter of the codes, which lie in the buffers."""
@@ -118,8 +123,12 @@ class StoredLinear(FrozenLinear):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str], *others: Any
     ) -> None:
-        """Load codes and scales in place."""
-        parameter = self._parameters.pop("weight")
+        """Load codes and scales in place; a state with the weight itself is rounded to nearest."""
+        parameter, key = self._parameters.pop("weight"), f"{prefix}weight"
+        if key in state_dict and f"{prefix}{BUFFERS[0]}" not in state_dict:
+            weight = state_dict[key]
+            state_dict = {name: value for name, value in state_dict.items() if name != key}
+            state_dict |= {f"{prefix}{name}": part for name, part in zip(BUFFERS, self._encoded(weight), strict=True)}
         try:
             super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *others)
         finally:
@@ -174,6 +183,8 @@ def store_weights(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> dict
         found[name] = stored = StoredLinear.store(layer, dtype)
         replace_module(model, layer, stored)
         stored.belong_to(model)
+    if not found and any(isinstance(module, StoredLinear) for module in model.modules()):
+        raise UserError("The weights of this model are stored as codes already.")
     if not found:
         raise UserError(
             "No layer of the model casts its weight, so none can be stored as codes: convert the model with a recipe such as "

@@ -8,6 +8,7 @@ from dither.optim.adamw import NonFiniteError as NonFiniteError
 from dither.optim.foreign import bitsandbytes_state_dict as bitsandbytes_state_dict
 from dither.optim.foreign import torch_state_dict as torch_state_dict
 from dither.optim.gradients import Gradients as Gradients
+from dither.optim.oscillation import OscillationReset as OscillationReset
 from dither.optim.released import ReleasedGradients as ReleasedGradients
 from dither.optim.released import release_gradients as release_gradients
 from dither.optim.roles import Role as Role

@@ -219,6 +219,14 @@ class AdamW(Optimizer):
         """Return the float32 weight of a parameter, of this rank's shard: its master, or the weight with its remainder."""
         return states.wide_weight(self.state.get(parameter, {}), self.member(parameter))
 
+    @torch.no_grad()
+    def write_weight(self, parameter: Tensor, values: Tensor, where: Tensor) -> None:
+        """Set the float32 weight of a parameter, of this rank's shard, to `values` where the bool tensor `where` is True.
+
+        Masters and remainders follow, the parameter is rounded to nearest, and moments stay.
+        """
+        states.write_weight(self.state.get(parameter, {}), self.member(parameter), values, where)
+
     def member(self, parameter: Tensor) -> Member:
         """Return the name and format of a parameter."""
         batches = self._up_to_date()

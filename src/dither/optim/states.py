@@ -155,6 +155,20 @@ def wide_weight(state: Mapping[str, Any], member: Member) -> Tensor:
     return member.oriented(reference.wide_weight(member.oriented(local(member.parameter.detach())), known))
 
 
+def write_weight(state: Mapping[str, Any], member: Member, values: Tensor, where: Tensor) -> None:
+    """Set the float32 weight of a parameter to `values` at `where`, in local shapes, and what is kept beside it."""
+    part = local(member.parameter.detach())
+    wide = torch.where(where, values, wide_weight(state, member))
+    part.copy_(torch.where(where, values.to(part.dtype), part))
+    v = state.get("exp_avg_sq")
+    if member.update.master == "split" and v is not None:
+        local(v).abs_()  # its signs are those of ties, which are marked again
+    for key, made in _extra(member, {"master": member.oriented(wide)}, v).items():
+        if key in state:
+            kept = local(state[key])
+            kept.copy_(torch.where(member.oriented(where), local(made), kept))
+
+
 def _extra(member: Member, old: Mapping[str, Any], v: Tensor | None = None) -> dict[str, Tensor]:
     """Return the master weights, their low bits or Kahan's remainder, if the parameter has any.
 

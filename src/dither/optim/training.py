@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dither.errors import UserError
 from dither.nn.bitwidths import bitwidth_groups, sampling_parameters
 from dither.nn.norms import cast_parameters
+from dither.nn.sharded.gather import coded_of
 from dither.ops.storage import storage_dtype
 from dither.optim.adamw import AdamMini, AdamW, Muon
 from dither.optim.gradients import Gradients
@@ -53,6 +54,7 @@ PRODUCTS = {
     aten.addmm.default,
     aten.bmm.default,
     aten.baddbmm.default,
+    aten._grouped_mm.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 }
@@ -100,6 +102,23 @@ class Float32Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _long(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in SHORT else value
+
+
+def _check_stored(model: nn.Module, mode: str, dtype: torch.dtype) -> None:
+    """Raise if weights that are stored as codes (`dither.nn.store_weights`) do not go with a mode."""
+    for name, parameter in model.named_parameters():
+        if coded_of(parameter) is None:
+            continue
+        if mode != "bf16-sr":
+            raise UserError(
+                f"The parameter {name!r} is stored as FP8 codes, which are rounded stochastically, and the mode {mode!r} keeps "
+                "weights of its own: use the mode bf16-sr."
+            )
+        if parameter.dtype != dtype:
+            raise UserError(
+                f"The parameter {name!r} is stored as FP8 codes and has gradients of {parameter.dtype}, and the mode {mode!r} "
+                f"has {dtype}: call store_weights(model, {dtype})."
+            )
 
 
 def parameter_dtype(mode: Mode) -> torch.dtype:
@@ -242,6 +261,7 @@ def training(
     first = next(iter(model.parameters()), None)
     if first is None:
         raise UserError(f"{type(model).__name__} has no parameters to train.")
+    _check_stored(model, mode, parameter_dtype(chosen))
     bitwidths = {id(bitwidth) for bitwidth in sampling_parameters(model)}  # these stay float32
     cast_parameters(model, parameter_dtype(chosen), all_norms=chosen.plan.master, skip=bitwidths)
     settings: dict[str, Any] = {"weights": chosen.weights, "states": chosen.states, "master": chosen.master}

@@ -361,7 +361,7 @@ class LadderReport:
         """Return the tables as Markdown."""
         header = ("model", "parameters", "tokens", "arm", "seeds", "held-out loss", f"minus {self.baseline}", "note")
         parts = [
-            _table(header, [_cells(row) for row in self.rows]),
+            markdown_table(header, [_cells(row) for row in self.rows]),
             "± is the 95 % confidence interval by Student's t; differences are taken within seeds. Bold: it excludes 0.",
         ]
         if self.missing:
@@ -369,11 +369,11 @@ class LadderReport:
         parts += self.problems
         if self.cast_rows:
             titles = ("model", "tokens", "arm", "weights cast to", "seeds", "held-out loss", "minus uncast")
-            parts += ["## After casts of the weights", _table((*titles, f"minus {self.baseline}"), self.cast_rows)]
+            parts += ["## After casts of the weights", markdown_table((*titles, f"minus {self.baseline}"), self.cast_rows)]
         parts.append("## Scaling law")
         fitted = {arm: law for arm, law in self.laws.items() if isinstance(law, Law)}
         laws = [(f"`{arm}`", str(law), str(law.points), f"{law.residual:.4f}") for arm, law in fitted.items()]
-        parts.append(_table(("arm", "N parameters, D tokens", "losses", "residual"), laws) if laws else "")
+        parts.append(markdown_table(("arm", "N parameters, D tokens", "losses", "residual"), laws) if laws else "")
         parts += list(dict.fromkeys(law for law in self.laws.values() if isinstance(law, str)))
         parts.append("## Speed at equal quality")
         if not self.equal_quality:
@@ -393,7 +393,7 @@ class LadderReport:
                 "tokens per second",
                 "speed at equal quality",
             )
-            parts += [_table(columns, rows), f"All three are relative to `{self.baseline}`."]
+            parts += [markdown_table(columns, rows), f"All three are relative to `{self.baseline}`."]
         machines = sorted({", ".join(f"{k} {v}" for k, v in run.machine.items() if v) for run in self.runs()})
         return "\n\n".join(part for part in (*parts, *machines) if part) + "\n"
 
@@ -442,7 +442,8 @@ def _times(factor: float, low: float | None, high: float | None) -> str:
     return text(factor) if low is None or high is None else f"{text(factor)} ({text(low)} to {text(high)})"
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table as Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines)
 

@@ -318,7 +318,7 @@ for _named in (
     NamedCast("q4_0", "int4", "tile(32)", "q4_0"),
     NamedCast("q8_0", "int8", "tile(32)", "q8_0"),
 ):
-    registry.CASTS.add(_named)
+    registry.CASTS.add(_named, registry.BUILT_IN)
 
 NAMED_CASTS: registry.Table[NamedCast] = registry.CASTS
 """Usual names of a format with its scaling."""
@@ -419,12 +419,20 @@ def _parse_cast(text: str) -> Cast:
         if registry.arguments(word)[0] not in registry.GRANULARITIES and (word != words[0] or spelled(word) is None):
             registry.look_up(word)
     if len(words) > 1 and words[-1].partition("(")[0] in registry.TRANSFORMS.here:
-        return replace(_parse_cast(" ".join(words[:-1])), transform=str(Transform.parse(words[-1])))
+        inner = _parse_cast(" ".join(words[:-1]))
+        if inner.transforming.size:
+            raise UserError(f"A cast has one transform, and {text!r} has {inner.transform} and {words[-1]}: drop one of them.")
+        return replace(inner, transform=str(Transform.parse(words[-1])))
     rounding = words.pop() if len(words) > 1 and _is_rounding(words[-1]) else ""
     if len(words) == 1 and words[0] in NAMED_CASTS.here:
         named = NAMED_CASTS[words[0]]
         clips = named.scale == "pow2" and rounding.startswith("stochastic")
         return Cast(named.format, named.granularity, "pow2_ceil" if clips else named.scale, rounding or named.rounding)
+    if words[0] in NAMED_CASTS.here:
+        raise UserError(
+            f"A cast with a name is written 'name [rounding] [transform]', such as '{words[0]} stochastic(16) hadamard(16)'; "
+            f"given was {text!r}."
+        )
     element, rounding = Format.parse(words[0]).name, rounding or "nearest"
     if len(words) == 1:
         return Cast(element, rounding=rounding)

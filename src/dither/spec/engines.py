@@ -175,7 +175,7 @@ def engines_of(
         if transforming.size > length and product != "weight_grad":  # tokens are padded
             raise UserError(
                 f"{product.replace('_', ' ')} product: {transforming} is wider than the {length} features that the product "
-                "sums over"
+                "sums over: use a narrower one"
             )
         try:
             engines[product] = engine_for(a, b, sizes[product], capability, plain, verified)

@@ -89,7 +89,12 @@ class Format:
             if not one < other:
                 what = "twice" if one == other else f"before {other:g}"
                 raise UserError(f"The values of the format {name!r} must ascend: it has {one:g} {what}.")
-        return cls(name, max(1, (len(book) - 1).bit_length()), 0, 0, 0, max(map(abs, book)), codebook=book)
+        if not 2.0**-64 <= (largest := max(map(abs, book))) <= 2.0**64:
+            raise UserError(
+                f"The largest magnitude of the format {name!r} is {largest:g}, which float32 scales cannot bring a group to: "
+                "multiply the values, so that it is between 2^-64 and 2^64."
+            )
+        return cls(name, max(1, (len(book) - 1).bit_length()), 0, 0, 0, largest, codebook=book)
 
     @classmethod
     def floating(
@@ -377,7 +382,7 @@ NF4 = (
 """The values of QLoRA's 4-bit NormalFloat (arXiv 2305.14314, appendix E), in float32 as bitsandbytes has them."""
 
 for _format in (*TABLE.values(), Format.from_values("nf4", NF4), Format.from_values("ternary", (-1, 0, 1))):
-    registry.FORMATS.add(_format)
+    registry.FORMATS.add(_format, registry.BUILT_IN)
 
 ALIASES = {"e8m23": "fp32", "e5m10": "fp16", "e8m7": "bf16", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 ALIASES |= {"e4m3fn": "e4m3"}

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from dither.errors import UserError, checked_keys, did_you_mean
 from dither.spec.cast import Cast
+from dither.spec.registry import UNCAST
 from dither.spec.sampling import Sampling
 
 Save = Literal["codes", "input"]
@@ -82,9 +83,6 @@ PRODUCTS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {"forward": ("input", "weight"), "input_grad": ("grad", "weight"), "weight_grad": ("grad", "input")}
 )
 """The products of a linear layer in the order of computation, and the operands of each: fprop, dgrad and wgrad."""
-
-UNCAST = ("uncast", "plain", "bf16")
-"""Words for no cast in an override: the operand is multiplied in the format of the plan's `compute`."""
 
 
 @dataclass(frozen=True)

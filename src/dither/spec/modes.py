@@ -13,6 +13,7 @@ from types import MappingProxyType
 from dither.errors import UserError
 from dither.spec.formats import TABLE
 from dither.spec.plan import Plan
+from dither.spec.recipes import AUTO as AUTO
 from dither.spec.recipes import recipe
 
 GRADIENTS = ("fp32", "bf16", "bf16-sr")
@@ -62,9 +63,6 @@ MODES: Mapping[str, Mode] = MappingProxyType(
     }
 )
 """Modes by name."""
-
-AUTO = "auto"
-"""In place of the name of a mode: the one that suits the device."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ class Recipe:
         """Raise a UserError unless the recipe has a plan, and a name that means no other recipe."""
         if not isinstance(self.plan, Plan):
             raise UserError(f"The recipe {self.name!r} has a Plan, not {self.plan!r:.200}.")
-        if self.name in ALIASES or self.name in MEASURED:
+        if self.name in ALIASES or self.name in MEASURED or self.name == AUTO:
             raise UserError(f"The name {self.name!r} already means a recipe: choose another name.")
 
 
@@ -90,6 +90,9 @@ Some scales differ: torchao's `rowwise` and, by default, the block scales of Tra
 `fp8-row` and `fp8-block` are float32. docs/migration.md has the casts that reproduce the scales of these libraries.
 """
 
+
+AUTO = "auto"
+"""In place of the name of a recipe or a mode: the one that suits the model and the device."""
 
 MEASURED: Mapping[str, str] = MappingProxyType(
     {"fp8-auto": "FP8 for the layers that it makes faster on this GPU, by measured time per shape, and BF16 for the others."}
@@ -300,7 +303,9 @@ _RECIPES = {
 }
 
 for _name, _recipe in _RECIPES.items():
-    registry.RECIPES.add(replace(_recipe, name=_name, plan=replace(_recipe.plan, provenance={"recipe": _name})))
+    registry.RECIPES.add(
+        replace(_recipe, name=_name, plan=replace(_recipe.plan, provenance={"recipe": _name})), registry.BUILT_IN
+    )
 
 RECIPES: registry.Table[Recipe] = registry.RECIPES
 """All recipes by name."""

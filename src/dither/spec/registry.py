@@ -92,16 +92,14 @@ class Table(Mapping[str, D]):
     def __len__(self) -> int:
         return len(self.here)
 
-    def add(self, definition: D) -> None:
-        """Add a definition; the same one again changes nothing."""
-        name = definition.name
+    def add(self, definition: D, origin: str = "") -> None:
+        """Add a definition, by default of what is being registered; the same one again changes nothing."""
+        name, origin = definition.name, origin or _ORIGIN.get()
         known = self.here.get(name)
         if known is not None and known != definition:
-            raise UserError(
-                f"There are two {self.kind}s {name!r}, of {self.origin[name]} and of {_ORIGIN.get()}: rename one of them."
-            )
+            raise UserError(f"There are two {self.kind}s {name!r}, of {self.origin[name]} and of {origin}: rename one of them.")
         self.here.setdefault(name, definition)
-        self.origin.setdefault(name, _ORIGIN.get())
+        self.origin.setdefault(name, origin)
 
     def added(self, name: str) -> bool:
         """Return True if a definition is registered and not built in."""
@@ -144,12 +142,15 @@ class ScaleRule:
             raise UserError(f"The scale rule {self.name!r} needs a reference: a function of (amax, format) in plain torch.")
         if self.storage not in ("fp32", "pow2"):
             raise UserError(f"The scales of {self.name!r} are stored as 'fp32' or 'pow2', not as {self.storage!r}.")
+        _check_kernel(self)
+        if type(self.arguments) is not int or self.arguments < 0:
+            raise UserError(f"The scale rule {self.name!r} has a number of arguments from 0 on, not {self.arguments!r:.40}.")
         import torch
 
         amax = torch.tensor([2.0**-40, 0.001, 0.37, 1.0, 6.0, 448.0, 1e5, 2.0**40])
         groups = amax[:, None] * torch.tensor([-1.0, 0.5, 0.0, 0.25]) if self.values else amax
         for format in FORMATS["e2m1"], FORMATS["e4m3"]:
-            scale = self.reference(groups, format, *[1.0] * self.arguments)
+            scale = _called(self, "(amax, format) and its arguments", groups.clone(), format, *[1.0] * self.arguments)
             if not isinstance(scale, torch.Tensor) or scale.shape != amax.shape:
                 raise UserError(f"The scale rule {self.name!r} returns one scale for each group, not {scale!r:.200}.")
             for largest, value in zip(amax.tolist(), scale.tolist(), strict=True):
@@ -186,10 +187,12 @@ class RoundingRule:
         """Raise a UserError unless there is a function."""
         if self.reference is None:
             raise UserError(f"The rounding {self.name!r} needs a reference: a function of (fraction, odd, random) in torch.")
+        _check_kernel(self)
         import torch
 
-        fraction = torch.tensor([0.0, 0.25, 0.5, 0.75], dtype=torch.float64)
-        up = self.reference(fraction, torch.tensor([True, False, True, False]), fraction.flip(0) if self.random else None)
+        fraction, odd = torch.tensor([0.0, 0.25, 0.5, 0.75], dtype=torch.float64), torch.tensor([True, False, True, False])
+        drawn = fraction.flip(0) if self.random else None
+        up = _called(self, "(fraction, odd, random), and random is None without random=True", fraction, odd, drawn)
         if not isinstance(up, torch.Tensor) or up.shape != fraction.shape or up.dtype != torch.bool:
             raise UserError(
                 f"The rounding {self.name!r} returns a bool per number, where to round away from zero, not {up!r:.200}."
@@ -217,14 +220,36 @@ class TransformRule:
         """Raise a UserError unless the matrices are orthogonal."""
         if self.reference is None:
             raise UserError(f"The transform {self.name!r} needs a reference: a function of its size that returns a matrix.")
+        _check_kernel(self)
         import torch
 
-        for size in (16, 128):
-            matrix = self.reference(size)
+        for size in (16, 32, 64, 128):
+            matrix = _called(self, "(size)", size)
             if not isinstance(matrix, torch.Tensor) or matrix.shape != (size, size) or matrix.dtype != torch.float32:
                 raise UserError(f"The transform {self.name!r} returns a float32 matrix [{size}, {size}], not {matrix!r:.200}.")
             if not (matrix @ matrix.T - torch.eye(size)).abs().max() < 1e-5:
                 raise UserError(f"The matrix of the transform {self.name!r} is not orthogonal at size {size}.")
+
+
+def _check_kernel(rule: ScaleRule | RoundingRule | TransformRule) -> None:
+    """Raise if a rule that is not built in says that kernels know it."""
+    if rule.kernel:
+        raise UserError(
+            f"The {rule.kind} {rule.name!r} has kernel=True, and kernels know built-in rules alone: leave it out, and its "
+            "reference runs on every device."
+        )
+
+
+def _called(rule: ScaleRule | RoundingRule | TransformRule, takes: str, *arguments: Any) -> Any:
+    """Return the result of a reference; raise a UserError if it raises."""
+    assert rule.reference is not None
+    try:
+        return rule.reference(*arguments)
+    except Exception as error:
+        raise UserError(
+            f"The reference of the {rule.kind} {rule.name!r} raises {type(error).__name__}, {str(error).rstrip('.'):.200}: it "
+            f"is a function of {takes}."
+        ) from error
 
 
 FORMATS: Table[Any] = Table("format")
@@ -308,7 +333,10 @@ def registering(origin: str) -> Iterator[None]:
         yield
     except BaseException:
         for table, (here, origins) in zip(TABLES.values(), before, strict=True):
-            table.here, table.origin = here, origins
+            # Built-in definitions stay: a plugin may be the first to import the module that has them.
+            kept = [name for name in table.here if name in here or not table.added(name)]
+            table.here = {name: table.here[name] for name in kept}
+            table.origin = {name: origins.get(name, BUILT_IN) for name in kept}
         PLUGINS.clear()
         PLUGINS.update(plugins)
         for cache in _CACHES:
@@ -336,10 +364,15 @@ WORDS = (("scale rule", "rounding", "transform"), ("format", "cast"))
 
 GRANULARITIES = ("none", "tensor", "row", "block", "tile")
 
+UNCAST = ("uncast", "plain", "bf16")
+"""Words for no cast in an override: the operand is multiplied in the format of the plan's `compute`."""
+
 
 def _check_words(kind: str, name: str) -> None:
     if kind in WORDS[0] and name in GRANULARITIES:
         raise UserError(f"The {kind} {name!r} has the name of a granularity: choose another name.")
+    if kind in WORDS[1] and name in (*UNCAST, "none"):
+        raise UserError(f"The {kind} {name!r} has a name that means no cast: choose another name.")
     for kinds in WORDS:
         for other in kinds:
             if kind in kinds and other != kind and name in TABLES[other].here:

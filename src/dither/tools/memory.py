@@ -67,6 +67,10 @@ class Shape:
     """Number of learned position vectors."""
     tied: bool = False
     """True if the output layer shares the embedding's weight."""
+    experts: int = 1
+    """Number of feed-forward layers per block; above 1 a router chooses among them."""
+    experts_per_token: int = 1
+    """Number of them that see a token."""
     counted: int | None = None
     """Number of parameters if it is known; None computes it from the sizes above."""
 
@@ -88,7 +92,7 @@ class Shape:
     def block_weights(self) -> int:
         """Return the number of weights of the linear layers of all blocks, which recipes cast."""
         attention = 2 * self.width * (self.query_width + self.key_width)
-        return self.layers * (attention + (3 if self.gated else 2) * self.width * self.feed_forward)
+        return self.layers * (attention + self.experts * (3 if self.gated else 2) * self.width * self.feed_forward)
 
     @property
     def output_weights(self) -> int:
@@ -104,7 +108,8 @@ class Shape:
         ups = 2 if self.gated else 1
         biases = self.query_width + 2 * self.key_width + 2 * self.width + ups * self.feed_forward if self.biases else 0
         embeddings = self.output_weights * (1 if self.tied else 2) + self.positions * self.width
-        return self.block_weights + self.layers * biases + norms + embeddings
+        routers = self.layers * self.experts * self.width if self.experts > 1 else 0
+        return self.block_weights + self.layers * biases + norms + embeddings + routers
 
 
 def llama_of(parameters: float) -> Shape:
@@ -328,9 +333,11 @@ def block_activations(shape: Shape, setting: Setting, *, tp: int = 1) -> tuple[f
     """
     storage, precision = setting.storage, setting.precision
     p, c = setting.residual_bytes, format_bytes(storage.compute)
-    d, q, k, f = shape.width, shape.query_width, shape.key_width, shape.feed_forward
+    d, q, k, f = shape.width, shape.query_width, shape.key_width, shape.feed_forward * shape.experts_per_token
     cast = precision.cast("weight_grad", "input") if precision is not None else None  # in the layout that backward needs
     attention = c * (q + 2 * k) + c * q + 4 * shape.heads  # queries, keys and values, the output, log-sum-exp
+    if shape.experts > 1:
+        attention += 2 * c * d * shape.experts_per_token  # a token's copies for its experts, and their outputs
     ups = 2 if shape.gated else 1
     coded = shape.gated and setting.memory.swiglu == "fp8"  # gate and up are codes, from which the input of down is made again
     down = 0 if coded else f
@@ -408,6 +415,8 @@ NAMES = {
     "vocab": ("vocab_size",),
     "key_value_heads": ("num_key_value_heads",),
     "head_size": ("head_dim",),
+    "experts": ("num_local_experts",),
+    "experts_per_token": ("num_experts_per_tok",),
 }
 """Names of each size in Hugging Face configs."""
 
@@ -423,11 +432,12 @@ def shape_of(config: ModelConfig | Mapping[str, Any]) -> Shape:
         data: Mapping[str, Any] = config
     else:
         known = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "num_key_value_heads")
-        more = ("vocab_size", "tie_word_embeddings", "max_position_embeddings")
+        more = ("vocab_size", "tie_word_embeddings", "max_position_embeddings", "num_local_experts", "num_experts_per_tok")
         data = {name: getattr(config, name) for name in (*known, *more) if hasattr(config, name)}
         data |= {"model_type": config.model_type}
     kind = str(data.get("model_type", ""))
-    if data.get("num_local_experts") or data.get("num_experts") or data.get("n_routed_experts"):
+    experts = data.get("num_local_experts") or data.get("num_experts") or data.get("n_routed_experts")
+    if experts and kind != "mixtral":
         raise UserError(
             f"The model {kind!r} has experts, which are not supported here: give --params, the parameters without experts."
         )
@@ -444,7 +454,7 @@ def shape_of(config: ModelConfig | Mapping[str, Any]) -> Shape:
     positions = int(data.get("n_positions") or data.get("max_position_embeddings") or 0) if kind in ("gpt2", "gpt_neo") else 0
     tied = bool(data.get("tie_word_embeddings", kind in ("gpt2", "gpt_neo")))
     shape = Shape(**found, gated=not ungated, biases=ungated, positions=positions, tied=tied)
-    if isinstance(config, Mapping):
+    if isinstance(config, Mapping) or shape.experts > 1:
         return shape
     exact = parameter_count(config)  # architectures differ in a few biases
     return shape if exact == shape.parameters else replace(shape, counted=exact)
@@ -487,11 +497,21 @@ def llama3_of(parameters: float) -> Shape:
     return replace(one, layers=max(1, round((parameters - one.parameters) / block) + 1))
 
 
+def dense(shape: Shape) -> Shape:
+    """Return a shape without experts; raise for others, whose times are not known."""
+    if shape.experts > 1:
+        raise UserError(
+            "The time of a step of a mixture of experts is not known here: choose its precision yourself, and see its memory "
+            "with `dither memory`."
+        )
+    return shape
+
+
 def shape_of_section(model: Model, vocab: int | None) -> Shape:
     """Return the sizes of a config's section [model], with a vocabulary of that size in place of the preset's."""
     if model.hf is not None:
         return model_shape(model.hf)
-    return shape_of(model.sizes(vocab) if model.ours else model.mixtral(vocab))
+    return shape_of(model.sizes(vocab))
 
 
 def model_shape(model: str | None, parameters: float | None = None) -> Shape:

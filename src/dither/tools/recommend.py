@@ -28,6 +28,7 @@ from dither.tools.memory import (
     Setting,
     Shape,
     StepPasses,
+    dense,
     estimate,
     largest_batch,
     shape_of,
@@ -296,7 +297,7 @@ def fastest_config(config: Config, stored: Config | None = None) -> tuple[Config
     gpu = next(iter(gpus_here() if config.run.device != "cpu" else ()), cpu_here())
     batch = data.micro_batch or data.batch
     passes = StepPasses(batch=batch, sequence=data.sequence, number=data.batch // batch)
-    found = fastest(shape_of_section(model, model.vocab), gpu, passes)
+    found = fastest(dense(shape_of_section(model, model.vocab)), gpu, passes)
     taken = {path: value for path, value in found.settings.items() if path in open_fields}
     memory = f"{found.estimate.peak / GIB:.1f} of {gpu.usable / GIB:.1f} GiB{'' if found.fits else ': too much'}"
     lines = [
@@ -485,7 +486,8 @@ def fitted_config(config: Config, memory: int | None, stored: Config | None = No
     fixed = {path: value_at(config, path) for path in FIT_FIELDS if path not in open_fields}
     if config.precision.output is not None:
         fixed |= {"precision.logits": "whole", "precision.weights": None}
-    found = within(shape_of_section(config.model, config.model.vocab), gpu, config.data.batch, config.data.sequence, fixed)
+    shape = dense(shape_of_section(config.model, config.model.vocab))
+    found = within(shape, gpu, config.data.batch, config.data.sequence, fixed)
     taken = {path: value for path, value in found.settings.items() if path in open_fields}
     lines = [
         f"Fit into {gpu.memory / GIB:.0f} GiB of {gpu.name}: {' '.join(f'{path}={value}' for path, value in taken.items())}",

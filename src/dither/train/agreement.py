@@ -64,7 +64,7 @@ def facts_of_trainer(trainer: Trainer) -> dict[str, str]:
     return words | {f"{_title(name)}{part}": f"{number:#x}" for name, number in zip(tensors, numbers, strict=True)}
 
 
-KINDS = {"model": "weight", "optimizer": "optimizer state", "resting": "bitwidth"}
+KINDS = {"model": "weight", "optimizer": "optimizer state", "resting": "bitwidth", "oscillation": "movement"}
 """Kinds of tensors in a checkpoint, in words."""
 
 

@@ -363,7 +363,10 @@ class Precision:
         return replace(mode, provenance={"recipe": name})
 
     def _sampled(self, plan: Plan) -> Plan:
-        return plan if self.sampling is None else plan.with_sampling(self.sampling)
+        if self.sampling is None:
+            return plan
+        # A step caches samples of weights that are not cast in the type of the mode, whatever the recipe was made for.
+        return replace(plan, compute=self.dtypes.plan.compute).with_sampling(self.sampling)
 
     def _with_output(self, plan: Plan) -> Plan:
         return plan if self.output is None else plan.with_output(recipe(self.output).default)
@@ -463,6 +466,36 @@ class MonitorSettings:
 
     def __post_init__(self) -> None:
         check("monitor", self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OscillationSettings:
+    """Reset of weights that oscillate between two codes, as in TetraJet-v2: docs/fp4.md."""
+
+    start: Annotated[float, Within(0, 1, open_above=True)] | None = None
+    """Fraction of the steps after which weights are watched, 0.6 in the paper; by default never."""
+    period: Count = 200
+    """Steps from the beginning of one window to that of the next."""
+    window: Count = 50
+    """Steps of a window, at whose end weights that oscillated in it are reset to the numbers of their codes."""
+    ratio: Annotated[float, Within(1)] = 8.0
+    """A weight oscillates if its number in the forward product moves at least this many times as far as the weight itself."""
+
+    def __post_init__(self) -> None:
+        check("oscillation", self)
+        if self.window >= self.period:
+            raise UserError(
+                f"oscillation.window={self.window} does not fit into oscillation.period={self.period}: make the period longer."
+            )
+
+    def first(self, steps: int) -> int:
+        """Return the step after which the first window begins in a run of that many steps, from 1.
+
+        >>> OscillationSettings(start=0.6).first(1000)
+        600
+        """
+        assert self.start is not None
+        return max(1, round(self.start * steps))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -652,6 +685,8 @@ class Config:
     """The reaction to NaN, Inf and loss spikes."""
     monitor: MonitorSettings = field(default_factory=MonitorSettings)
     """Statistics of casts, gradients and updates during training."""
+    oscillation: OscillationSettings = field(default_factory=OscillationSettings)
+    """Reset of weights that oscillate between two codes."""
     parallel: Parallel = field(default_factory=Parallel)
     """The shares of ranks in the batches and the model."""
     run: RunSettings = field(default_factory=RunSettings)
@@ -689,6 +724,30 @@ class Config:
             )
         if self.optim.optimizer == "muon":
             self._check_muon()
+        if self.oscillation.start is not None:
+            self._check_oscillation()
+
+    def _check_oscillation(self) -> None:
+        """Raise if no window would end in the run, or if there are no whole weights with codes to be reset to."""
+        precision, parallel, window = self.precision, self.parallel, self.oscillation.window
+        if self.oscillation.first(self.run.steps) + window > self.run.steps:
+            raise UserError(
+                f"oscillation.start={self.oscillation.start:g} and oscillation.window={window} put the first reset after the "
+                f"last of run.steps={self.run.steps}: reduce one of them."
+            )
+        if parallel.cuts:
+            raise UserError(
+                f"oscillation.start watches whole weights, and parallel.dp_shard={parallel.dp_shard}, "
+                f"parallel.tp={parallel.tp} and parallel.pp={parallel.pp} cut the model: use parallel.dp_replicate."
+            )
+        obstacles = {
+            "lora.rank, whose base is frozen": self.lora.rank is not None,
+            "precision.weights, which keeps codes alone": precision.weights is not None,
+            "precision.sampling, which samples weights": precision.sampling is not None,
+            "qat.noise_until, which samples weights": self.qat.noise_until > 0,
+        }
+        for name in (name for name, there in obstacles.items() if there):
+            raise UserError(f"oscillation.start does not go with {name}: remove one of them.")
 
     def _check_muon(self) -> None:
         """Raise if the config has something that Muon does not work with."""
@@ -726,6 +785,7 @@ class Config:
             "guard.most_rollbacks": ("guard.spike='rollback'", self.guard.spike == "rollback"),
             "optim.decay": ("optim.schedule='wsd'", self.optim.schedule == "wsd"),
             "monitor": ("monitor.every", self.monitor.every > 0),
+            "oscillation": ("oscillation.start", self.oscillation.start is not None),
         }
         for path, (needed, there) in needs.items():
             name = path.partition(".")[0]

@@ -24,6 +24,7 @@ from dither.data.corpus import open_corpus, unigram_entropy
 from dither.errors import DitherError, UserError
 from dither.evaluate.held_out import Perplexity
 from dither.models.lora import check_peft
+from dither.numerics.monitor import percent
 from dither.train import agreement, trackers
 from dither.train.config import BITWIDTHS, CHECKPOINTS, Config, dumps
 from dither.train.guard import GRACE, Interrupted, Signals
@@ -342,6 +343,10 @@ class Run:
         numbers = trainer.step(batch, SIGNALS.get(self.signals.received, 0.0) if several else 0.0)
         self.stepping = False
         self.pending.append((trainer.done, *_to_host(numbers)))
+        if trainer.reset_share is not None:
+            share = float(trainer.reset_share)
+            self.records.write("oscillation", share=share)
+            self.records.say(f"Step {trainer.done}: {percent(share)} of the weights oscillated and were reset to their codes.")
         if self.saver.active and run.save_every and trainer.done == 1 + (self.resumed or 0):  # now all states exist
             self.saver.prepare(trainer.pack(dumps(self.config), self.records.seconds)[0])
         due = {name: every and trainer.done % every == 0 for name, every in self.intervals().items()}

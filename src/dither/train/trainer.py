@@ -32,7 +32,7 @@ from dither.nn.step import reshard
 from dither.nn.stored import store_weights
 from dither.numerics import Monitor, NumericsReport
 from dither.ops.ranks import gather
-from dither.optim import Training, muon_groups, roles, training
+from dither.optim import OscillationReset, Training, muon_groups, roles, training
 from dither.optim.roles import Role
 from dither.parallel.apply import allocate
 from dither.snip.controller import Snip
@@ -171,6 +171,10 @@ class Trainer:
         snip = _make_snip(self, planned, say)
         fallback = config.monitor.fallback
         self.plans = RunPlans(self.conversion, planned, snip, compiled=self.compiled, fallback=fallback, say=say)
+        self.oscillation = _make_oscillation(self, planned)
+        """Resets weights that oscillate between two codes; None if they are left alone."""
+        self.reset_share: Tensor | None = None
+        """Share of the watched weights that the last step has reset, 0-d; None if it has reset none."""
         self.monitor: Monitor | None = None
         if config.monitor.every:  # the loop reports warnings
             every, optimizer, scaler = config.monitor.every, self.training.optimizer, self.training.scaler
@@ -235,6 +239,8 @@ class Trainer:
                 self.training.backward(bitwidth_loss(self.model) * self.guided)
         with passes.clock.part("optimizer"):
             self.training.step()
+            if self.oscillation is not None:
+                self.reset_share = self.oscillation.after_step(self.done + 1)
         norm = torch.zeros_like(total) if optimizer.grad_norm is None else optimizer.grad_norm
         scale = torch.ones_like(total) if self.training.loss_scale is None else self.training.loss_scale
         numbers = self.ranks.add(torch.stack([total * self.layout.counted, torch.full_like(total, signal)]))
@@ -386,9 +392,22 @@ class Trainer:
             "time": seconds,
             **({} if self.base is None else {"base": self.base}),
         }
+        moved: dict[str, Tensor] = {}
+        if self.oscillation is not None:
+            window = self.oscillation.state_dict()
+            moved = {f"oscillation:{name}": value for name, value in window.pop("tensors").items()}
+            others["oscillation"] = window
         optimizer, scaler = self.training.optimizer, self.training.scaler
-        group = self.layout.saving_group
-        return pack(self.model, optimizer, step=self.done, plan=self.conversion.plan, scaler=scaler, others=others, group=group)
+        tensors, plain = pack(
+            self.model,
+            optimizer,
+            step=self.done,
+            plan=self.conversion.plan,
+            scaler=scaler,
+            others=others,
+            group=self.layout.saving_group,
+        )
+        return tensors | moved, plain
 
     def restore(self, path: Path) -> Resumed:
         """Restore a checkpoint of this run. One of another model, corpus or config raises a UserError and changes nothing."""
@@ -398,10 +417,13 @@ class Trainer:
                 self.plans.apply(plan)
                 if self.pipeline is not None:
                     self.conversion.gather(self.layout.pipeline_group)
+            window = None if self.oscillation is None else _saved_window(self.oscillation, saved, others)
             optimizer, scaler = self.training.optimizer, self.training.scaler
             resumed = unpack(self.model, optimizer, saved, saved.plain, scaler=scaler, stage=self.pipeline is not None)
         if self.plans.snip is not None and others.get("snip") is not None:
             self.plans.snip.load_state_dict(others["snip"])
+        if self.oscillation is not None and window is not None:
+            self.oscillation.load_checked(window)
         self.plans.least = dict(others["fallback"])
         self.guard.restore(others["guard"])
         self.done, self.offset, self.time = resumed.step, others["offset"], others["time"]
@@ -545,6 +567,32 @@ def _make_snip(trainer: Trainer, planned: PlanSchedule, say: Callable[[str], Non
     )
     say(made.effort.describe())
     return made
+
+
+def _make_oscillation(trainer: Trainer, planned: PlanSchedule) -> OscillationReset | None:
+    """Return what resets oscillating weights, checked for all plans that the run may have, or None."""
+    settings, snip = trainer.config.oscillation, trainer.plans.snip
+    if settings.start is None:
+        return None
+    names = [layer.name for layer in trainer.conversion.layers]
+    later = [plan.for_layer(name) for plan in (change.plan for change in planned.changes[1:]) for name in names]
+    later += [] if snip is None else [option.precision for option in snip.options]
+    return OscillationReset(
+        trainer.model,
+        trainer.training.optimizer,
+        start=settings.first(trainer.config.run.steps),
+        period=settings.period,
+        window=settings.window,
+        ratio=settings.ratio,
+        others=dict.fromkeys(each for each in later if each is not None),
+    )
+
+
+def _saved_window(reset: OscillationReset, saved: SavedTensors, others: Mapping[str, Any]) -> Any:
+    """Return the window of oscillating weights in a checkpoint, checked."""
+    prefix = "oscillation:"
+    tensors = {name.removeprefix(prefix): saved.read(name) for name in saved.tensors if name.startswith(prefix)}
+    return reset.checked({**(others.get("oscillation") or {}), "tensors": tensors})
 
 
 def _training(config: Config, model: CausalLM, adam_roles: Mapping[str, Role] | None) -> Training:

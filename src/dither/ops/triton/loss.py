@@ -217,7 +217,7 @@ def _launch(backward: bool, size: tuple[int, ...], dtype: torch.dtype, device: t
 
 
 def _forward_shape(words: int) -> tuple[int, int]:
-    """Return (logits, warps) of a program's tile, no larger than a short row needs; see `benchmarks/loss.py --sweep`."""
+    """Return (logits, warps) of a program's tile, no larger than a short row needs; see `benchmarks/sweep.py loss`."""
     block = max(256, min(BLOCK, triton.next_power_of_2(words)))
     return block, max(1, block // 512)
 
@@ -420,7 +420,7 @@ def _launch_codes(
 
 
 def _tensor_shape(itemsize: int) -> tuple[int, int, int, int, int]:
-    """Return (rows, columns, tiles of columns, A, warps) of a program; see `benchmarks/output.py --fp8 --sweep`."""
+    """Return (rows, columns, tiles of columns, A, warps) of a program; see `benchmarks/sweep.py codes`."""
     return 64, 128, 4, 4, 8
 
 

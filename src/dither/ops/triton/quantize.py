@@ -665,7 +665,7 @@ def _tile_shape(
 ) -> tuple[int, int, int, int]:
     """Return (rows, columns, A, warps) of a program's tile: whole groups, and 32 to 64 elements per thread to keep memory busy.
 
-    A is the number of 16-byte loads per thread, as far as the tile's shape allows. Chosen by `benchmarks/quantize.py --sweep`.
+    A is the number of 16-byte loads per thread, as far as the tile's shape allows. Chosen by `benchmarks/sweep.py casts`.
     """
     p, q = layout.group if kind in ("tile", "block") else (1, 1)
     if kind == "row" and measure:

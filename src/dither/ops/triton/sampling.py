@@ -441,5 +441,5 @@ def _launch(
 
 
 def _warps(block: int) -> int:
-    """Return the warps of a program, which has one block; chosen by `benchmarks/sampling.py --sweep`."""
+    """Return the warps of a program, which has one block; chosen by `benchmarks/sweep.py sampling`."""
     return max(1, block * block // 1024)
