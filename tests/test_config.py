@@ -264,6 +264,7 @@ MISTAKES = [
     ("[precision]\nschedule = [[0, 'fp32']]\n[snip]\ntarget = 0.5", "SNIP chooses plans while an entry of precision.schedule"),
     ("[precision]\nschedule = [[0, 'fp8-block'], [105, 'fp8-row forward']]\n[snip]\ntarget = 0.5", "with snip.start=100"),
     ("[precision]\nmode = 'fp32'\nrecipe = 'fp8-auto'", "fp8-auto compares FP8 with BF16, and precision.mode='fp32'"),
+    ("[snip]\ntarget = 0.5\nhorizon = 9", "snip.horizon=9 has no effect without snip.probe='sampling'"),
     ("[precision]\ntimes = 'times.json'", "precision.times='times.json' has no effect without the recipe fp8-auto"),
     ("[guard]\nspike = 'explode'", "guard.spike is one of"),
     ("[guard]\nspike_factor = 1", "guard.spike_factor is a number above 1"),

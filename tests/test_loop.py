@@ -99,6 +99,17 @@ KINDS = {
     "fp16-o2": ["precision.mode=fp16-o2", *TINY, "data.micro_batch=1", "loss_scaling.growth_interval=2"],
     # A plan that changes before the checkpoint is applied again to a model whose norms are wide.
     "snip in o2": ["precision.mode=o2", *TINY, "data.micro_batch=1", *SNIP],
+    # Noise on weights in the steps 1 to 3, and a plan before step 5.
+    "snip by sampling": [
+        *(
+            "precision.recipe=fp8-block",
+            "precision.sampling.b_init=1.5",
+            "precision.sampling.b_target=1",
+            "data.micro_batch=1",
+            *TINY,
+        ),
+        *("snip.target=0.2", "snip.start=1", "snip.horizon=3", "snip.delay=1", "snip.probe=sampling"),
+    ],
     # Plans change before the checkpoint of step 3, at it, and after it.
     "schedule": [
         *("precision.sampling.parts=od", "precision.sampling.b_init=1.5", "precision.sampling.b_target=1"),
@@ -119,7 +130,7 @@ KINDS = {
 
 
 # Other kinds resume in the combinations of soak/test_e2e.py, and a run in float32 is killed and resumed below.
-@pytest.mark.sampled(only=["released", "fp16", "muon"])
+@pytest.mark.sampled(only=["released", "fp16", "muon", "snip by sampling"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_resumed_is_straight(kind: str, text: Path, tmp_path: Path) -> None:
     """From a checkpoint half way, in a run that also evaluates and samples, which the straight one does not."""

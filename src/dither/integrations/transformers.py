@@ -185,7 +185,12 @@ class DitherTrainer(Trainer):  # type: ignore[misc]
         """Create the scheduler, and SNIP, which needs the finished optimizer."""
         if self._make_snip is not None:
             optimizer: Any = self.optimizer
-            self.dither_callback.snip = self._make_snip(self.model, getattr(optimizer, "optimizer", optimizer))
+            snip = self._make_snip(self.model, getattr(optimizer, "optimizer", optimizer))
+            if snip.settings.probe == "sampling":
+                raise UserError(
+                    "The probe 'sampling' adds noise in the steps of `dither train` or of your own loop: use 'joint'."
+                )
+            self.dither_callback.snip = snip
         return super().create_scheduler(*args, **kwargs)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:

@@ -7,8 +7,9 @@ estimate or a choice fails, SNIP warns and the model keeps its plan.
 
 import json
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +32,7 @@ from dither.snip.savings import LayerTimes, measure_times
 from dither.snip.settings import SnipSettings, Value
 from dither.snip.solver import Solution
 from dither.snip.statistics import is_tensor_parallel, layers_of
+from dither.snip.weight_noise import WeightNoise, check_weight_cast, noise_deviations, with_curvature
 from dither.spec import Plan
 from dither.spec.random import Stream
 from dither.spec.recipes import recipe
@@ -68,6 +70,8 @@ class _Begun:
     step: int
     """First step of the estimates."""
     parts: tuple[Scores, ...] = ()
+    noise: WeightNoise | None = None
+    """Noise on the weights until the end of the horizon, with the probe "sampling"; `parts` gave it its size."""
 
     @property
     def layers(self) -> set[str]:
@@ -181,10 +185,21 @@ class Snip:
         self.rests = False
         """True while no estimates are taken and nothing is chosen."""
         setup, model = setup or TrainingSetup(), conversion.model
+        if settings.probe == "sampling" and setup.pipeline is not None:
+            raise UserError(
+                "snip.probe='sampling' is for a whole model on each rank, or its shards: use 'joint' in a pipeline."
+            )
+        if settings.probe == "sampling" and released is not None:
+            raise UserError(
+                "snip.probe='sampling' needs the gradients of a step before weights change, and this optimizer changes weights "
+                "in backward passes: use the probe 'joint', or do not release gradients."
+            )
         if setup.pipeline is not None and conversion.stages is None:
             conversion.stages = ()
         layers_of(model, some=setup.pipeline is None)  # raises if there is nothing to choose for
         self.options = prepared(conversion, combinations(settings.options if options is None else options))
+        if settings.probe == "sampling":
+            check_weight_cast(self.options)
         # With parts of the model on several ranks, all ranks share a choice; otherwise those of `group` do.
         partial = setup.pipeline is not None or is_tensor_parallel(model)
         self._group = None if partial else setup.group
@@ -220,6 +235,20 @@ class Snip:
         if self._pending is not None and step >= self._pending.due:
             return self._act(step, self._pending)
         return None
+
+    @contextmanager
+    def noise(self, step: int) -> Iterator[None]:
+        """Run the passes of a step inside, until its gradients are reduced over ranks, and update the weights afterwards.
+
+        With the probe "sampling", and while a horizon lasts, weights have noise inside; otherwise nothing happens. Begin it
+        after `before_step` and before `step_context`. Gradients that a `GradScaler` scales must be unscaled inside.
+
+        Args:
+            step: Number of the step, as for `before_step`.
+        """
+        noise = None if self._begun is None else self._begun.noise
+        with nullcontext() if noise is None else noise.added(step):
+            yield
 
     def is_ready(self, step: int, seconds: float = 0.0) -> bool:
         """Wait at most `seconds` for the solver, if its choice is due. Return whether `before_step` need not wait for it."""
@@ -260,13 +289,21 @@ class Snip:
 
     def _measure(self, begun: _Begun, step: int, batches: Any) -> str:
         """Take the next estimates; after the last of them, let the solver begin. Return the first rank's error, or ""."""
+        if begun.noise is not None and step < begun.step + self.settings.horizon:
+            return ""
         scores, times, error = None, None, ""
         try:
             part = self._next_scores(begun, batches() if callable(batches) else batches)
             check_finite(self._harm(part), part.layers, self.options)
-            begun = replace(begun, parts=(*begun.parts, part))
-            if self.effort.steps == 1 or len(begun.layers) >= len(self._names):
-                scores = Scores.join(begun.parts)
+            if self.effort.probe == "sampling" and begun.noise is None:
+                begun = replace(begun, parts=(part,), noise=self._make_noise(part))
+            elif begun.noise is not None:
+                scores = with_curvature(part, self.options, begun.parts[0], begun.noise.curvature())
+            else:
+                begun = replace(begun, parts=(*begun.parts, part))
+                if self.effort.steps == 1 or len(begun.layers) >= len(self._names):
+                    scores = Scores.join(begun.parts)
+            if scores is not None:
                 times = self._measured_times(scores)  # not in the thread, where training would disturb the measurement
         except (UserError, torch.OutOfMemoryError) as problem:
             error = str(problem)
@@ -279,7 +316,11 @@ class Snip:
 
     def _next_scores(self, begun: _Begun, batches: Any) -> Scores:
         """Return the scores of the layers that are next, or of all layers if the estimates are not spread."""
-        left = [name for name in self._names if name not in begun.layers]
+        probe, only = self.effort.probe, None
+        if probe == "sampling":
+            probe = "direct" if begun.noise is None else "joint"
+        elif self.effort.steps > 1:
+            only = [name for name in self._names if name not in begun.layers][: self.effort.layers]
         return self._score(
             self.conversion.model,
             batches,
@@ -287,11 +328,18 @@ class Snip:
             self.options,
             stream=Stream(self._seed, "snip", str(begun.step)),
             forward=self._forward,
-            probe=self.effort.probe,
+            probe=probe,
             rows=self.settings.rows,
             step=begun.step,
             setup=self._setup,
-            only=None if self.effort.steps == 1 else left[: self.effort.layers],
+            only=only,
+        )
+
+    def _make_noise(self, first: Scores, sums: Sequence[Sequence[float]] | None = None) -> WeightNoise:
+        """Return noise of the size that the first scores of a horizon give it."""
+        model = unwrapped(self.conversion.model)
+        return WeightNoise(
+            model, layers_of(model), noise_deviations(first.statistics, self.options), seed=self._seed, sums=sums
         )
 
     def _measured_times(self, scores: Scores) -> LayerTimes | None:
@@ -376,7 +424,12 @@ class Snip:
             "rests": self.rests,
             "again": self._again,
             "chosen": self._chosen,
-            "begun": begun and {"step": begun.step, "parts": [_plain(part) for part in begun.parts]},
+            "begun": begun
+            and {
+                "step": begun.step,
+                "parts": [_plain(part) for part in begun.parts],
+                "noise": begun.noise and begun.noise.state,
+            },
             "pending": pending
             and {"scores": _plain(pending.scores), "due": pending.due, "times": pending.times and pending.times.to_dict()},
         }
@@ -390,6 +443,7 @@ class Snip:
             rests, again, chosen = (bool(state[key]) for key in ("rests", "again", "chosen"))
             same = state["goal"] == self._described_goal
             begun, pending = state["begun"], state["pending"]
+            sums = None if begun is None else begun["noise"]
             if begun is not None:
                 begun = _Begun(begun["step"], tuple(Scores.from_dict(part) for part in begun["parts"]))
             if pending is not None:
@@ -405,7 +459,10 @@ class Snip:
             if tuple(found.options) != names:
                 self.on_failure(f"snip drops the statistics of step {found.step}: they are for other options.")
                 return
-        self._begun = begun
+        if begun is not None and (sums is not None) != (self.settings.probe == "sampling"):
+            self.on_failure(f"snip drops the statistics of step {begun.step}: they are of another probe.")
+            return
+        self._begun = begun and replace(begun, noise=None if sums is None else self._make_noise(begun.parts[0], sums))
         if pending is not None:
             times = pending.times or self._measured_times(pending.scores)
             self._pending = self._solve(pending.scores, pending.due, times)

@@ -61,15 +61,15 @@ class SampledRows:
         """Return the update rule of these rows."""
         return rule if self.every == 1 else rule.whole(lambda x: self.take(x))
 
-    def signs(self, stream: Stream, weight: Tensor) -> Tensor:
-        """Return random signs for these rows, the same for any sharding: float32."""
+    def signs(self, stream: Stream, weight: Tensor, step: int = 0) -> Tensor:
+        """Return the random signs of a step for these rows, the same for any sharding: float32."""
         found = torch.empty_like(self.take(local(weight)), dtype=torch.float32)
         begin = 0
         for part in self.parts:
             first = self._first(part)
             count = len(range(part.start + first, part.end, self.every))
             rows = as_matrix(found)[begin : begin + count]
-            bits = stream.bits(0, rows.shape, ((part.row + first) // self.every, part.column), width=8, device=weight.device)
+            bits = stream.bits(step, rows.shape, ((part.row + first) // self.every, part.column), width=8, device=weight.device)
             rows.copy_((bits & 1) * 2 - 1)
             begin += count
         return found
@@ -290,7 +290,7 @@ class DryRun:
                 else:
                     loss, found = self._by_schedule(batch, index * self._micro, at, parameters)
             self.count += self._micro
-            wide = [_part(g, p).float() for g, p in zip(found, parameters, strict=True)]
+            wide = [gradient_part(g, p).float() for g, p in zip(found, parameters, strict=True)]
             del found
             if gradients is None:
                 gradients = wide
@@ -447,18 +447,23 @@ def _norms(parts: Iterable[Tensor], of: Sequence[Tensor]) -> Tensor:
     """Return the norms of tensors that are sharded as `of` is; `parts` are this rank's shards: float64[n]."""
     found = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts]
     squares = torch.stack([number.to(found[0].device).double() for number in found]).square()
-    groups: dict[object, list[int]] = {}
+    return sum_over_shards(squares, of).sqrt()
+
+
+def sum_over_shards(numbers: Tensor, of: Sequence[Tensor]) -> Tensor:
+    """Return the sums of numbers [n] of this rank's shards over all shards of the n tensors `of`."""
+    sums, groups = numbers.clone(), dict[object, list[int]]()
     for place, x in enumerate(of):
         if isinstance(x, DTensor):
             groups.setdefault(spread_over(x), []).append(place)
     for places in groups.values():
-        total = squares[places]
+        total = sums[places]
         reduce_shards(total, of[places[0]])
-        squares[places] = total
-    return squares.sqrt()
+        sums[places] = total
+    return sums
 
 
-def _part(g: Tensor | None, p: Tensor) -> Tensor:
+def gradient_part(g: Tensor | None, p: Tensor) -> Tensor:
     """Return this rank's shard of a gradient, placed as the parameter is; zeros if there is no gradient."""
     if g is None:
         return torch.zeros_like(local(p))

@@ -57,7 +57,7 @@ def passes_of(probe: str, layers: int, options: Sequence[Option]) -> int:
     >>> passes_of("measure", 14, options("fp8-block,fp4-block")), passes_of("joint", 14, options("fp8-block,fp4-block"))
     (43, 3)
     """
-    return {"direct": 1, "last": 3, "joint": 3, "measure": 1 + len(cast_sites(options)) * layers}[probe]
+    return {"direct": 1, "last": 3, "joint": 3, "sampling": 4, "measure": 1 + len(cast_sites(options)) * layers}[probe]
 
 
 def choose_effort(
@@ -98,6 +98,9 @@ def choose_effort(
         if not spread or probe != "measure":
             passes = passes_of(probe, layers, options)
             cost = passes * one if known else None
+            if probe == "sampling":  # all but one of the passes come after the steps with noise
+                pause = None if cost is None else cost - one
+                return Effort(probe, tokens, layers, settings.horizon, passes, interval, pause, cost)
             return Effort(probe, tokens, layers, 1, passes, interval, cost, cost)
         together = min(layers, max(1, int((1 / one - 1) / len(sites))))
         over = math.ceil(layers / together)

@@ -85,9 +85,7 @@ def score(
     >>> scores.layers[0], len(scores.layers), scores.options[-1]
     ('model.layers.0.self_attn.q_proj', 14, 'fp4-block/fp4-block/fp4-block')
     """
-    if probe not in PROBES:
-        hint = did_you_mean(probe, PROBES) if isinstance(probe, str) else ""
-        raise UserError(f"There is no probe {probe!r}{hint}: choose one of {', '.join(PROBES)}.")
+    check_probe(probe)
     chosen = all_options(options)
     dry_run = DryRun(model, batches, optimizer, stream=stream, forward=forward, setup=setup)
     began, beside = time.perf_counter(), _ComparedRows(dry_run)
@@ -119,6 +117,18 @@ def score(
         seconds,
         seconds,
     )
+
+
+def check_probe(probe: object) -> None:
+    """Raise unless a probe estimates at one step."""
+    if probe == "sampling":
+        raise UserError(
+            "The probe 'sampling' accumulates over training steps, and this is an estimate at one step: set snip.probe of "
+            f"`dither train` or use dither.snip.Snip, or choose one of {', '.join(PROBES)}."
+        )
+    if probe not in PROBES:
+        hint = did_you_mean(probe, PROBES) if isinstance(probe, str) else ""
+        raise UserError(f"There is no probe {probe!r}{hint}: choose one of {', '.join(PROBES)}.")
 
 
 def _closed_loss(statistics: Statistics, options: Sequence[Option], rows: bool) -> Table:

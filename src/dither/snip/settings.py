@@ -14,7 +14,7 @@ from dither.snip.options import options as combinations
 Value = str | int | float | bool | None
 
 PROBES = ("measure", "joint", "last", "direct")
-"""Ways to estimate what an option does to training: see `dither.snip.score`."""
+"""Ways to estimate what an option does to training at one step: see `dither.snip.score`. The probe "sampling" takes many."""
 
 BUDGET = 0.01
 """Share of the training time that estimates may take with the probe "auto"."""
@@ -78,6 +78,8 @@ class Schedule:
     budget: Annotated[float, Within(0, 1, open_below=True)] | None = None
     """Share of the training time that estimates may take, spread over steps, about one step's work at a time as tokens count;
     by the clock, small passes may take several steps. By default 0.01 with the probe auto, and no limit with any other."""
+    horizon: Annotated[int, Within(2)] = 400
+    """Training steps with noise on the weights, for the probe sampling: estimates begin before them and end after them."""
     tokens: Count = 8192
     """Most tokens of a pass of the estimates, over all ranks, at least one sequence or part of one per rank."""
 
@@ -102,9 +104,10 @@ class Estimator:
     options: str = "fp8-block,fp4-block"
     """Levels of each operand of a layer: recipes and casts, such as fp8-block,fp4-block or "fp8-block,nf4 tile(64)", as `dither
     plan options` lists them."""
-    probe: Literal["auto", "measure", "joint", "last", "direct"] = "auto"
+    probe: Literal["auto", "measure", "joint", "last", "direct", "sampling"] = "auto"
     """Estimator: measure each option, perturb all layers at once (joint), add noise at the last layer, use closed forms
-    (direct), or auto: measure if the budget allows it, otherwise joint."""
+    (direct), train with noise on all weights for a while (sampling), or auto: measure if the budget allows it, otherwise
+    joint."""
     rows: bool = False
     """Use the row-wise form of the loss divergence (section 6.3 of the paper)."""
     power: Annotated[float, Within(1)] = 2.0
@@ -120,6 +123,8 @@ class Estimator:
             combinations(self.options)
         except UserError as error:
             raise UserError(f"In snip.options: {error}") from None
+        if self.probe == "sampling" and self.rows:
+            raise UserError("snip.rows is a form of the paper's loss divergence, which probe='sampling' replaces: remove it.")
         if not self.loss_weight and not self.update_weight:
             raise UserError(
                 "snip.loss_weight and snip.update_weight are both 0: nothing would be left to tell options apart by."
@@ -143,6 +148,16 @@ class SnipSettings(Estimator, Schedule, Goal):
     def __post_init__(self) -> None:
         for part in (Goal, Schedule, Estimator):
             part.__post_init__(self)
+        if self.lag >= self.every:
+            raise UserError(
+                f"snip.horizon={self.horizon} and snip.delay={self.delay} are together not below snip.every={self.every}: "
+                "plans would overlap."
+            )
+
+    @property
+    def lag(self) -> int:
+        """Return the number of steps from the first estimate to the plan, if estimates are not spread by a budget."""
+        return self.delay + (self.horizon if self.probe == "sampling" else 0)
 
     @property
     def limit(self) -> float | None:

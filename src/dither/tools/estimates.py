@@ -59,13 +59,14 @@ def estimate_run(path: str, estimator: Estimator, chosen: RunOptions, bars: Prog
     from dither.snip.dry_run import TrainingSetup
     from dither.snip.effort import passes_of
     from dither.snip.options import options as combinations
-    from dither.snip.probes import score
+    from dither.snip.probes import check_probe, score
 
     batches = chosen.batches
     if batches < 1:
         raise UserError(f"--batches is a number of micro-batches of at least 1, not {batches}.")
     options = combinations(estimator.options)
     probe: Any = "measure" if estimator.probe == "auto" else estimator.probe
+    check_probe(probe)
     with _restored(path, chosen, bars) as trainer:
         parts: list[Batch] = []
         while len(parts) < batches:

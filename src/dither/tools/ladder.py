@@ -217,8 +217,9 @@ def speed_runs(runs: dict[str, Run]) -> dict[str, Run]:
         path = path.with_name(f"speed-{path.name.partition('-seed-')[0]}")
         short = replace(run.config.run, steps=SPEED_STEPS, eval_every=0, log_every=SPEED_STEPS // 8, out=str(path))
         snip = run.config.snip
-        early = snip if snip.target is None else replace(snip, start=1, delay=1)  # steps with SNIP's plan count
-        found[path.name] = replace(run, config=replace(run.config, run=short, snip=early), casts=(), kind="speed")
+        if snip.target is not None:  # steps with SNIP's plan count
+            snip = replace(snip, start=1, delay=1, horizon=4 if snip.probe == "sampling" else snip.horizon)
+        found[path.name] = replace(run, config=replace(run.config, run=short, snip=snip), casts=(), kind="speed")
     return found
 
 
@@ -229,7 +230,11 @@ def tiny(ladder: Ladder) -> Ladder:
     few = replace(config, model=Model(), data=data, run=replace(config.run, device="cpu", eval_sequences=8))
     per_step = data.batch * data.sequence / parameter_count(preset("tiny", vocab_size=BYTES.vocab_size))
     names = [Arm.parse(arm) for arm in ladder.arms]
-    early = {arm.text: arm.text + ",snip.start=1,snip.delay=1" * ("snip.target" in dict(arm.settings)) for arm in names}
+    early = {}
+    for arm in names:
+        set_by = dict(arm.settings)
+        soon = ",snip.start=1,snip.delay=1" + ",snip.horizon=4" * (set_by.get("snip.probe") == "sampling")
+        early[arm.text] = arm.text + soon * ("snip.target" in set_by)
     base = early[ladder.base]
     short = Rung(model="tiny", tokens_per_parameter=(4 * per_step, 8 * per_step), arms=(base,))  # for the law of the tokens
     rungs = (short, Rung(model="tiny", tokens_per_parameter=(16 * per_step,)))

@@ -694,15 +694,21 @@ class Config:
 
     def __post_init__(self) -> None:
         check("config", self)
-        if self.snip.target is not None and self.snip.start + self.snip.delay >= self.run.steps:
+        if self.snip.target is not None and self.snip.start + self.snip.lag >= self.run.steps:
+            horizon = f", snip.horizon={self.snip.horizon}" if self.snip.lag > self.snip.delay else ""
             raise UserError(
-                f"snip.start={self.snip.start} and snip.delay={self.snip.delay} put the first plan after the last of "
+                f"snip.start={self.snip.start}{horizon} and snip.delay={self.snip.delay} put the first plan after the last of "
                 f"run.steps={self.run.steps}: reduce one of them."
             )
         self._check_effects()
         begins = self.precision.beginnings(self.run.steps)
         if self.snip.target is not None:
-            _check_snip(self.precision, begins, self.run.steps, self.snip.start, self.snip.delay)
+            _check_snip(self.precision, begins, self.run.steps, self.snip.start, self.snip.lag)
+            if self.snip.probe == "sampling" and self.precision.dtypes.plan.loss_scaling:
+                raise UserError(
+                    f"snip.probe='sampling' reads gradients, and precision.mode={self.precision.mode!r} scales them: use "
+                    "another mode, or the probe 'joint'."
+                )
             if self.precision.output is not None:
                 raise UserError(
                     f"precision.output={self.precision.output!r} does not go with snip.target, since SNIP chooses the "
@@ -777,6 +783,7 @@ class Config:
             "qat.noise_": ("qat.format", self.qat.format is not None),
             "qat.scales": ("qat.format", self.qat.format is not None),
             "snip": ("snip.target", self.snip.target is not None),
+            "snip.horizon": ("snip.probe='sampling'", self.snip.probe == "sampling"),
             "loss_scaling": scaled,
             "guard.overflow_share": scaled,
             "guard.most_skips": skips,

@@ -230,10 +230,11 @@ class Trainer:
         seed = torch.manual_seed if self.ranks.device.type == "cuda" else torch.default_generator.manual_seed
         seed((self._dropout + self.done) % (1 << 63))
         released = nullcontext() if optimizer.released is None else optimizer.released.enabling()
-        with nullcontext() if self.signals is None else self.signals.abandoned(GRACE), released:
-            total = passes.gradients(batch, self.done)
-        with passes.clock.part("gradients of ranks") if self.ranks.world > 1 else nullcontext():
-            self.layout.reduce_gradients(self.training)
+        with nullcontext() if self.plans.snip is None else self.plans.snip.noise(self.done):
+            with nullcontext() if self.signals is None else self.signals.abandoned(GRACE), released:
+                total = passes.gradients(batch, self.done)
+            with passes.clock.part("gradients of ranks") if self.ranks.world > 1 else nullcontext():
+                self.layout.reduce_gradients(self.training)
         if self.guided:  # after the sum over ranks, so that additions have the same order with any number of them
             with passes.clock.part("backward"):
                 self.training.backward(bitwidth_loss(self.model) * self.guided)

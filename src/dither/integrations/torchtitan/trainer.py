@@ -169,6 +169,8 @@ class DitherTrainer(Trainer):  # type: ignore[misc]
                 "snip.target is set, and SNIP runs here for a whole model with one optimizer: set "
                 "parallelism.pipeline_parallel_degree=1 and give all parameters the same optimizer."
             )
+        if config.snip.probe == "sampling":
+            raise UserError("snip.probe='sampling' adds noise in the steps of `dither train` or of your own loop: use 'joint'.")
         (model,) = self.model_parts
         if any(linear_of(layer).delayed.operands for layer in converted_layers(model).values()):
             raise UserError(
