@@ -92,7 +92,14 @@ def test_texts_of_casts_with_transforms():
         (lambda: dither.quantize(random(4, 16), "e4m3 tile(16) hadamard(16,redrawn)"), "needs stream="),
         (
             lambda: convert(nn.Sequential(nn.Linear(64, 256)), Plan(default=PRECISIONS["fixed"](128)), only="*"),
-            "hadamard\\(128\\) is wider than the 64 features",
+            "hadamard\\(128\\) is wider than the 64 features that the product sums over: use a narrower one; "
+            "or skip='0', or fallback='bf16' to run it uncast\\.$",
+        ),
+        (
+            lambda: convert(
+                nn.Sequential(nn.Linear(64, 256)), Plan(default=PRECISIONS["fixed"](128)), only="*", fallback="emulate"
+            ),
+            "64 features that the product sums over: use a narrower one; or skip='0', or fallback='bf16'",
         ),
     ],
 )

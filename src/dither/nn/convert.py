@@ -572,12 +572,15 @@ def _obstructed(layer: Layer, precision: LayerPrecision, fallback: Fallback | No
     try:
         one.engines_for(Choice(running=precision, compute=compute), one.device, name=layer.name)  # type: ignore[arg-type]
     except UserError as error:
-        reason = str(error).rstrip(".")
+        whole = str(error).rstrip(".")
+        reason, emulated, _ = whole.partition("; emulate=True")
+        if not emulated and treatment != "bf16":
+            raise UserError(f"{whole}; or skip={layer.name!r}, or fallback='bf16' to run it uncast.") from None
         if treatment == "error":
             raise UserError(
-                f"{reason}; or skip={layer.name!r}, or fallback='emulate' for this layer alone, or 'bf16' to run it uncast."
+                f"{whole}; or skip={layer.name!r}, or fallback='emulate' for this layer alone, or 'bf16' to run it uncast."
             ) from None
-        return reason.partition("; emulate=True")[0]
+        return reason
     return ""
 
 
