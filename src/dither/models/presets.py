@@ -163,6 +163,10 @@ def parameter_count(config: ModelConfig) -> int:
     >>> parameter_count(PRESETS["gpt2-124m"])
     124439808
     """
+    if isinstance(config, MixtralConfig):  # a Llama with a router, and E experts in place of one feed-forward part
+        dense = LlamaConfig(**{field.name: getattr(config, field.name) for field in dataclasses.fields(LlamaConfig)})
+        d, f, E = config.hidden_size, config.intermediate_size, config.num_local_experts
+        return parameter_count(dense) + config.num_hidden_layers * (3 * d * f * (E - 1) + E * d)
     return sum(parameter.numel() for parameter in skeleton(config).parameters())
 
 

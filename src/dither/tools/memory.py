@@ -454,7 +454,7 @@ def shape_of(config: ModelConfig | Mapping[str, Any]) -> Shape:
     positions = int(data.get("n_positions") or data.get("max_position_embeddings") or 0) if kind in ("gpt2", "gpt_neo") else 0
     tied = bool(data.get("tie_word_embeddings", kind in ("gpt2", "gpt_neo")))
     shape = Shape(**found, gated=not ungated, biases=ungated, positions=positions, tied=tied)
-    if isinstance(config, Mapping) or shape.experts > 1:
+    if isinstance(config, Mapping):
         return shape
     exact = parameter_count(config)  # architectures differ in a few biases
     return shape if exact == shape.parameters else replace(shape, counted=exact)
