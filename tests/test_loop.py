@@ -101,13 +101,7 @@ KINDS = {
     "snip in o2": ["precision.mode=o2", *TINY, "data.micro_batch=1", *SNIP],
     # Noise on weights in the steps 1 to 3, and a plan before step 5.
     "snip by sampling": [
-        *(
-            "precision.recipe=fp8-block",
-            "precision.sampling.b_init=1.5",
-            "precision.sampling.b_target=1",
-            "data.micro_batch=1",
-            *TINY,
-        ),
+        *("precision.sampling.b_init=1.5", "precision.sampling.b_target=1", *TINY, "snip.options='bf16,fp4-block'"),
         *("snip.target=0.2", "snip.start=1", "snip.horizon=3", "snip.delay=1", "snip.probe=sampling"),
     ],
     # Plans change before the checkpoint of step 3, at it, and after it.
