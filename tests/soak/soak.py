@@ -81,6 +81,8 @@ def forked(work: Callable[[], int], said: Path) -> int:
     try:
         os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
         os.dup2(1, 2)
+        # After a fork torch makes its pool of threads anew, and fails if two threads, such as loaders of weights, ask for it.
+        torch.set_num_threads(1)
         code = work()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -562,6 +564,7 @@ def warm_up(text: Path) -> None:
     import tqdm
 
     tqdm.tqdm.monitor_interval = 0  # no thread, which would be missing after a fork
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and runs under nohup leave it ignored
     torch.set_num_threads(1)
     small_model(text.parent / "model")
     in_this_process(file_of(text, text.parent / "warm", "run.steps=2"))
