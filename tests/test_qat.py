@@ -197,18 +197,24 @@ def saved(run: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.sampled(only=["o2"])
-@pytest.mark.parametrize("mode", ["o2", "bf16-sr"])
-def test_a_run_exports_the_codes_of_its_weights_also_where_masters_differ(base, mode, tmp_path):
-    teach = (f"qat.teacher={base / 'base'}", "qat.top_k=8", f"qat.cache={tmp_path / 'cache'}")
-    states = ("precision.states=dynamic8",) if mode == "bf16-sr" else ()
-    run = start(base, f"run-{mode}", "qat.format=nvfp4", f"precision.mode={mode}", *states, *teach)
+def assert_resumes(run, tmp_path):
+    """Resume a copy of a run before its last checkpoint, and compare all bits; return the tensors of the last checkpoint."""
     again = tmp_path / "again"
     shutil.copytree(run, again)
     shutil.rmtree(again / "checkpoints" / "step-00000004")
     train(resolve(None, resume=True, out=str(again)), resume=True)
     first, second = saved(run), saved(again)
     assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)  # a resumed run has the same bits
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    return first
+
+
+@pytest.mark.parametrize("mode", ["o2", "bf16-sr"])
+def test_a_run_exports_the_codes_of_its_weights_also_where_masters_differ(base, mode, tmp_path):
+    teach = (f"qat.teacher={base / 'base'}", "qat.top_k=8", f"qat.cache={tmp_path / 'cache'}")
+    states = ("precision.states=dynamic8",) if mode == "bf16-sr" else ()
+    run = start(base, f"run-{mode}", "qat.format=nvfp4", f"precision.mode={mode}", *states, *teach)
+    first = assert_resumes(run, tmp_path)
 
     assert cli.main(["export", str(run), "-o", str(tmp_path / "out"), "--sequences", "1"]) == 0
     files = load_file(tmp_path / "out" / "model.safetensors")
@@ -384,13 +390,7 @@ def test_the_export_has_the_codes_of_learned_clips(format, base, tmp_path):
     """Also after a resumed run, in BF16 weights rounded stochastically, and of the model itself."""
     settings = (f"qat.format={format}", "qat.scales=learned", "precision.mode=bf16-sr", "precision.states=companded8")
     run = start(base, f"learned-{format}", *settings, "optim.lr=0.05")
-    again = tmp_path / "again"
-    shutil.copytree(run, again)
-    shutil.rmtree(again / "checkpoints" / "step-00000004")
-    train(resolve(None, resume=True, out=str(again)), resume=True)
-    first, second = saved(run), saved(again)
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert_resumes(run, tmp_path)
 
     trained, plain = open_model(run, as_trained=True).model, open_model(run).model
     name, layer = next((name, layer) for name, layer in converted_layers(trained).items() if not layer.precision.plain)

@@ -179,6 +179,14 @@ def read_text(path: str | Path) -> str:
         raise Refused(f"it is not UTF-8 text (byte {data[error.start]:#04x} at {error.start:,})") from None
 
 
+def check_version(data: Any, format: str, version: int, command: str) -> None:
+    """Refuse the content of a file unless it is a result of `command` in this version of its format."""
+    if not isinstance(data, dict) or data.get("format") != format:
+        raise Refused(f"it is not a result of `{command}`")
+    if data.get("version") != version:
+        raise Refused(f"it has version {data.get('version')!r:.20}, and this is version {version}")
+
+
 def read_json(path: Path, *, follow: bool = False) -> tuple[Any, bytes]:
     """Return the value of a JSON file of at most 64 MiB, and its bytes."""
     data = read(path, follow=follow)

@@ -86,10 +86,7 @@ class Result:
     @classmethod
     def from_dict(cls, data: Any) -> "Result":
         """Return the result of a file's content; raise `Refused` for anything else."""
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise files.Refused("it is not a result of `dither ladder`")
-        if data.get("version") != VERSION:
-            raise files.Refused(f"it has version {data.get('version')!r:.20}, and this is version {VERSION}")
+        files.check_version(data, FORMAT, VERSION, "dither ladder")
         given: dict[str, Any] = {each.name: data.get(each.name) for each in fields(cls)} | {"casts": data.get("casts", {})}
         numbers, optional = ("ratio", "parameters", "tokens", "seconds"), ("loss", "bits_per_byte", "tokens_per_s", "memory")
         sound = None not in [number(given[name]) for name in numbers]

@@ -289,10 +289,7 @@ class Results:
     @classmethod
     def from_dict(cls, data: Any) -> "Results":
         """Return the results of a file's content; raise `Refused` for anything else."""
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise files.Refused("it is not a result of `dither bench`")
-        if data.get("version") != VERSION:
-            raise files.Refused(f"it has version {data.get('version')!r:.20}, and this is version {VERSION}")
+        files.check_version(data, FORMAT, VERSION, "dither bench")
         machine, rows, source = data.get("machine"), data.get("rows"), data.get("source", "")
         texts = [*machine.items(), ("source", source)] if isinstance(machine, dict) else [(None, None)]
         if not isinstance(rows, list) or not all(isinstance(text, str) for pair in texts for text in pair):
