@@ -68,7 +68,7 @@ def learn(each: torch.nn.Module, x: Tensor, ids: Tensor, shares: Tensor) -> dict
     """The output and all gradients."""
     x, shares = x.clone().requires_grad_(), shares.clone().requires_grad_()
     y = each(x, ids, shares)
-    y.backward(torch.linspace(-1, 1, y.numel()).view_as(y))
+    y.backward(torch.linspace(-1, 1, y.numel()).view_as(y).to(y))
     gradients = {name: parameter.grad for name, parameter in each.named_parameters()}
     return {"y": y.detach(), "dx": x.grad, "shares": shares.grad, **gradients}
 

@@ -60,7 +60,7 @@ class ExpertLinear(Linear):
     def grouped(self) -> bool:
         """True if the matrices of all experts are cast at once: the first expert holds their codes."""
         whole = self.learned_weight()
-        return whole.is_contiguous() and type(whole) in (Tensor, nn.Parameter) and self.row_multiples[whole.is_cuda] > 0
+        return whole.is_contiguous() and type(whole) in (Tensor, nn.Parameter) and self.row_multiples[int(whole.is_cuda)] > 0
 
     def stacked_codes(self) -> OperandCodes | None:
         """Return the codes of the matrices of all experts, [experts * rows, columns], if the first expert holds them."""
@@ -207,7 +207,7 @@ def _group_multiple(self: Any, x: Tensor) -> int:
         else:
             hooked = any(expert._forward_hooks or expert._forward_pre_hooks for expert in layers[parameter].experts)
             first = layers[parameter].first
-            needed = first.row_multiples[x.is_cuda] if first.grouped and not hooked else 0
+            needed = first.row_multiples[int(x.is_cuda)] if first.grouped and not hooked else 0
         fits, multiple = fits and needed > 0, math.lcm(multiple, max(needed, 1))
     return multiple if fits else 0
 

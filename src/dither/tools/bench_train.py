@@ -17,7 +17,7 @@ and of FP8 recipes torchao with the same scales; the limit is the time of the mu
     recipe:NAME          o1 with dither.convert(model, NAME): only the linear layers differ
     recipe:NAME+sr       bf16-sr with dither.convert(model, NAME)
     recipe:NAME+output   recipe:NAME with the output layer in the same precision; recipe:NAME+output+sr with bf16-sr
-    SR+companded8        bf16-sr or a recipe with +sr, with 8-bit states; SR+dynamic8 likewise
+    SR+companded8        bf16-sr or a recipe with +sr, with 8-bit states; SR+dynamic8 and SR+dynamic4 likewise
     SR+release           the same, updated in the backward pass, which frees gradients; after the states
     RECIPE+input         any of the recipes so far with MemoryOptions(save="input"); +one or +none after it are its hold=
     RECIPE+swiglu        any of the recipes so far with MemoryOptions(swiglu="fp8")
@@ -134,6 +134,7 @@ PARTS: dict[str, tuple[str, object]] = {
     "sr": ("sr", True),
     "companded8": ("states", "companded8"),
     "dynamic8": ("states", "dynamic8"),
+    "dynamic4": ("states", "dynamic4"),
     "release": ("release", True),
     "input": ("save", "input"),
     "one": ("hold", "one"),
@@ -196,7 +197,7 @@ def parse_mode(text: str) -> StepMode:
         found[field], last = value, known.index(part)
     mode = StepMode(method, name, **found)
     if (mode.states or mode.release) and not mode.sr:
-        raise UserError(f"In the mode {text!r}, 8-bit states and +release need +sr.")
+        raise UserError(f"In the mode {text!r}, narrow states and +release need +sr.")
     return mode
 
 

@@ -709,18 +709,17 @@ def _check_release(trainer: Trainer) -> None:
 
 def _model(config: Config, corpus: Corpus, device: torch.device) -> CausalLM:
     tokens, sequence, seed = corpus.tokenizer.vocab_size, config.data.sequence, config.run.seed
+    plan = config.precision.dtypes.plan
+    # Without masters, parameters become BF16 anyway: in float32 they might not fit into a GPU that trains them.
+    dtype = torch.bfloat16 if plan.parameters == "bf16" and not plan.master else torch.float32
     if config.model.ours:
-        return build(_sizes(config, corpus), seed=seed, device=device)
+        return build(_sizes(config, corpus), seed=seed, device=device, dtype=dtype)
     if config.model.vocab is not None and config.model.hf is not None:
         raise UserError("model.vocab is for presets only: the config of a Hugging Face model sets its vocabulary.")
     # The base of adapters is never needed in float32: its codes are made from the weights as they are in the files, or are
     # those of the files.
     source, adapts = config.model.hf or config.model.mixtral(config.model.vocab or tokens), config.lora.rank is not None
-    plan = config.precision.dtypes.plan
-    # Without masters, parameters become BF16 anyway: in float32 they might not fit into a GPU that trains them.
-    narrow = plan.parameters == "bf16" and not plan.master
-    dtype = None if adapts else torch.bfloat16 if narrow else torch.float32
-    model = hf(source, seed=seed, device=device, dtype=dtype, codes=adapts)
+    model = hf(source, seed=seed, device=device, dtype=None if adapts else dtype, codes=adapts)
     if model.embedding.num_embeddings < tokens:
         raise UserError(
             f"The model has a vocabulary of {model.embedding.num_embeddings} tokens, and the tokenizer has {tokens}: increase "
