@@ -14,6 +14,7 @@ from dither.data.text import STDLIB, first_line
 from dither.errors import UserError
 from dither.files import Refused, limited
 from dither.models.causal import CausalLM
+from dither.nn.compile import compiled_modules
 
 
 @torch.no_grad()
@@ -57,8 +58,7 @@ def generate(
     ended = torch.zeros(len(tokens), 1, dtype=torch.bool, device=tokens.device)
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None) or tokens.shape[1] + count
     training = [module for module in model.modules() if module.training]
-    compiled = any(module._compiled_call_impl is not None for module in model.modules())
-    with torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext():
+    with torch.compiler.set_stance("force_eager") if compiled_modules(model) else contextlib.nullcontext():
         try:
             model.eval()
             for _ in range(count):

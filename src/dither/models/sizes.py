@@ -228,7 +228,7 @@ PRESETS: dict[str, ModelConfig] = {
     "llama-360m": _llama(1024, 24, 16, 2688),
     "llama-1b": _llama(2048, 22, 32, 5632),
     "llama-3b": _llama(3072, 28, 24, 8192),
-    "llama-8b": _llama(4096, 32, 32, 14336, num_key_value_heads=8),
+    "llama-8b": _llama(4096, 32, 32, 14336, num_key_value_heads=8, max_position_embeddings=8192),
     "moe-1b-a400m": MixtralConfig(
         hidden_size=1024,
         num_hidden_layers=22,

@@ -8,12 +8,14 @@ Entering a step and the optimizer stay outside: they are one launch and two, and
 """
 
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed
 from torch import Tensor, nn
+from torch.distributed._composable.checkpoint_activation import checkpoint
 
 from dither.errors import UserError
 from dither.nn.layers import Absent
@@ -30,7 +32,8 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
     `options` are those of `torch.compile`, with `fullgraph=True` unless given otherwise. Blocks are the children of one class
     in the outermost `nn.ModuleList` or `nn.Sequential` that has at least two of them, as in the models of Hugging Face,
     torchtitan and this library. A model without such a list is compiled as a whole. Call it before or after `dither.convert`:
-    what is compiled, on the first call, is a block as it is then.
+    what is compiled, on the first call, is a block as it is then. Blocks that `parallelize` recomputes in backward recompute
+    their compiled forward passes.
 
     Blocks that differ in constants, as BF16 beside FP8, have a graph each. Dynamo's limit on graphs per function does not apply
     to them; levels of one family share a graph (`Conversion.prepare`).
@@ -51,9 +54,29 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
     if has_limit:
         options.setdefault("recompile_limit", GRAPHS)
     for block in blocks.values():
+        if checkpoint.state(block) is not None:  # its hooks cannot be compiled: they call the compiled forward pass
+            block.forward = types.MethodType(_Limited(torch.compile(type(block).forward, **options)), block)
+            continue
         block.compile(**options)
         if not has_limit:
             block._compiled_call_impl = _Limited(block._compiled_call_impl)
+
+
+def compiled_modules(model: nn.Module) -> list[str]:
+    """Return the names of the modules that torch.compile or `compile_blocks` has compiled.
+
+    >>> from dither.models import build
+    >>> compile_blocks(model := build("tiny"))
+    >>> compiled_modules(model)
+    ['model.layers.0', 'model.layers.1']
+    """
+
+    def compiled(module: nn.Module) -> bool:
+        forward = getattr(vars(module).get("forward"), "__func__", None)
+        return module._compiled_call_impl is not None or isinstance(forward, _Limited)
+
+    whole = [""] if isinstance(model, torch._dynamo.OptimizedModule) else []
+    return whole + [name for name, module in model.named_modules() if compiled(module)]
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -96,7 +119,7 @@ def block_variants(model: nn.Module) -> frozenset[object]:
 
 
 class _Limited:
-    """A compiled function with a limit of its own on its graphs, for versions of torch whose `compile` takes none."""
+    """A compiled function with a limit of its own on its graphs, also for versions of torch whose `compile` takes none."""
 
     def __init__(self, compiled: Any) -> None:
         self.compiled = compiled

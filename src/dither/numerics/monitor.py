@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dither.console import aligned
 from dither.errors import UserError
 from dither.files import plain
+from dither.nn.compile import compiled_modules
 from dither.nn.experts import ExpertLinear
 from dither.nn.functional import autocast_dtype
 from dither.nn.linear import Linear
@@ -415,12 +416,6 @@ def delayed_amax(layer: Linear, operand: str) -> Tensor:
     known = {each: scaling.delayed_amax(local(getattr(layer, f"{each}_history")), scale) for each, scale in scales.items()}
     full = torch.stack([amax > 0 for amax in known.values()]).all()
     return torch.where(full, known[operand], 0.0)
-
-
-def compiled_modules(model: nn.Module) -> Sequence[str]:
-    """Return the names of the modules that torch.compile has compiled."""
-    whole = [""] if isinstance(model, torch._dynamo.OptimizedModule) else []
-    return whole + [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
 
 
 # Updates ---------------------------------------------------------------------------------------------------------------

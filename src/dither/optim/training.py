@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dither.errors import UserError
 from dither.nn.bitwidths import bitwidth_groups, learned_parameters
+from dither.nn.compile import compiled_modules
 from dither.nn.norms import cast_parameters
 from dither.nn.sharded.gather import coded_of
 from dither.ops.storage import storage_dtype
@@ -189,8 +190,7 @@ class Training:
         short = parameter_dtype(self.mode) in SHORT or autocast_dtype(self.mode) in SHORT
         if self.device.type != "cpu" or not short:
             return nullcontext()
-        compiled = any(module._compiled_call_impl is not None for module in self.model.modules())
-        return nullcontext() if compiled else Float32Products()
+        return nullcontext() if compiled_modules(self.model) else Float32Products()
 
     def step(self) -> None:
         """Update the weights, clear the gradients and adjust the loss scale."""

@@ -3,7 +3,8 @@
 A kernel transforms a tile and casts it at once: x is read once, or twice for nvfp4, whose tensor scale comes first.
 
 Legend: a program has a tile of P lines of Q elements along the axis that is transformed; SIZE is the width, 2^ROUNDS. The other
-constants are those of `dither.ops.triton.tiles`.
+constants are those of `dither.ops.triton.tiles`. SIGNS is "plain", "fixed" (signs_ptr has them) or "redrawn" (signs_ptr has the
+place, int64[3], where a program draws them).
 """
 
 import functools
@@ -18,7 +19,7 @@ from dither.ops import storage
 from dither.ops.reference import transforms as reference
 from dither.ops.reference.transforms import padded_shape
 from dither.ops.triton import BoundKernel, native
-from dither.ops.triton.philox import KEY_SHIFT, ROW_SHIFT, aligned, program_tile, random_tile, tiles
+from dither.ops.triton.philox import KEY_SHIFT, ROW_SHIFT, aligned, program_tile, random_elements, random_tile, tiles
 from dither.ops.triton.rounding import as_bits, draw_arguments, fields, rounding_constants, widen
 from dither.ops.triton.scales import E4M3, block_rounding, scaling_fields, store_factors, tensor_factor
 from dither.ops.triton.tiles import cast_tile, tile_values
@@ -30,17 +31,22 @@ from dither.spec.random import Draw
 @triton.jit
 def transformed_tile(
     x_ptr, signs_ptr, line, at, lines, length, stride_line, stride_element,
-    SIZE: tl.constexpr, ROUNDS: tl.constexpr, SCALE: tl.constexpr, SIGNED: tl.constexpr, NATIVE: tl.constexpr, P: tl.constexpr,
+    SIZE: tl.constexpr, ROUNDS: tl.constexpr, SCALE: tl.constexpr, SIGNS: tl.constexpr, NATIVE: tl.constexpr, P: tl.constexpr,
     Q: tl.constexpr,
 ):  # fmt: skip
     """Return H (signs x) / sqrt(SIZE) of each SIZE elements of a tile [P, Q]; elements beyond lines and their lengths are 0.
+
+    Signs are those of `reference.transforms.signs`.
 
     A round turns neighbours (a, b) into (a + b, a - b), and moves sums before differences: ROUNDS of them make H.
     """
     inside = (line < lines)[:, None] & (at < length)[None, :]
     x = widen(tl.load(x_ptr + line[:, None] * stride_line + at[None, :] * stride_element, mask=inside, other=0.0), NATIVE)
-    if SIGNED:
+    if SIGNS == "fixed":
         x = x * tl.load(signs_ptr + at % SIZE)[None, :]
+    if SIGNS == "redrawn":
+        step, key = tl.load(signs_ptr).to(tl.uint32), tl.load(signs_ptr + KEY_SHIFT)
+        x = x * (1.0 - 2.0 * (random_elements(key, step, at * 0, at % SIZE, 8) & 1).to(tl.float32))[None, :]
     v = tl.reshape(x, [P, Q // SIZE, SIZE // 2, 2])
     for _ in tl.static_range(ROUNDS):
         a, b = tl.split(v)
@@ -51,14 +57,14 @@ def transformed_tile(
 @triton.jit
 def _transform_kernel(
     x_ptr, signs_ptr, out_ptr, lines, length, padded, stride_line, stride_element, out_line, out_element,
-    SIZE: tl.constexpr, ROUNDS: tl.constexpr, SCALE: tl.constexpr, SIGNED: tl.constexpr, NATIVE: tl.constexpr, P: tl.constexpr,
+    SIZE: tl.constexpr, ROUNDS: tl.constexpr, SCALE: tl.constexpr, SIGNS: tl.constexpr, NATIVE: tl.constexpr, P: tl.constexpr,
     Q: tl.constexpr,
 ):  # fmt: skip
     """Store a transformed tile; lines end with zeros up to `padded`."""
     _, first_line, first = program_tile(tl.program_id(0), lines, padded, P, Q)
     line, at = first_line + tl.arange(0, P), first + tl.arange(0, Q)
     result = transformed_tile(
-        x_ptr, signs_ptr, line, at, lines, length, stride_line, stride_element, SIZE, ROUNDS, SCALE, SIGNED, NATIVE, P, Q
+        x_ptr, signs_ptr, line, at, lines, length, stride_line, stride_element, SIZE, ROUNDS, SCALE, SIGNS, NATIVE, P, Q
     )
     out = out_ptr + line[:, None] * out_line + at[None, :] * out_element
     tl.store(out, result, mask=(line < lines)[:, None] & (at < padded)[None, :])
@@ -67,14 +73,14 @@ def _transform_kernel(
 @triton.jit
 def _transformed_amax_kernel(
     x_ptr, signs_ptr, amax_ptr, lines, length, padded, stride_line, stride_element,
-    SIZE: tl.constexpr, ROUNDS: tl.constexpr, SCALE: tl.constexpr, SIGNED: tl.constexpr, NATIVE: tl.constexpr, P: tl.constexpr,
+    SIZE: tl.constexpr, ROUNDS: tl.constexpr, SCALE: tl.constexpr, SIGNS: tl.constexpr, NATIVE: tl.constexpr, P: tl.constexpr,
     Q: tl.constexpr,
 ):  # fmt: skip
     """Raise int32 bits to those of the largest magnitude of a transformed tile."""
     _, first_line, first = program_tile(tl.program_id(0), lines, padded, P, Q)
     line, at = first_line + tl.arange(0, P), first + tl.arange(0, Q)
     x = transformed_tile(
-        x_ptr, signs_ptr, line, at, lines, length, stride_line, stride_element, SIZE, ROUNDS, SCALE, SIGNED, NATIVE, P, Q
+        x_ptr, signs_ptr, line, at, lines, length, stride_line, stride_element, SIZE, ROUNDS, SCALE, SIGNS, NATIVE, P, Q
     )
     tl.atomic_max(amax_ptr, tl.max(tl.max(as_bits(tl.abs(x)), axis=1), axis=0), sem="relaxed")
 
@@ -83,7 +89,7 @@ def _transformed_amax_kernel(
 def _cast_transformed_kernel(
     x_ptr, signs_ptr, out_ptr, scale_ptr, tensor_ptr, amax_ptr, step_ptr, key, row0, column0, lines, length, padded,
     stride_line, stride_element, out_line, out_element,
-    SIZE: tl.constexpr, ROUNDS: tl.constexpr, SCALE: tl.constexpr, SIGNED: tl.constexpr, NATIVE: tl.constexpr, P: tl.constexpr,
+    SIZE: tl.constexpr, ROUNDS: tl.constexpr, SCALE: tl.constexpr, SIGNS: tl.constexpr, NATIVE: tl.constexpr, P: tl.constexpr,
     Q: tl.constexpr, F: tl.constexpr, C: tl.constexpr, S: tl.constexpr, H: tl.constexpr, E: tl.constexpr, W: tl.constexpr,
     GQ: tl.constexpr, ACROSS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
@@ -94,7 +100,7 @@ def _cast_transformed_kernel(
     _, first_line, first = program_tile(tl.program_id(0), lines, padded, P, Q)
     line, at = first_line + tl.arange(0, P), first + tl.arange(0, Q)
     x = transformed_tile(
-        x_ptr, signs_ptr, line, at, lines, length, stride_line, stride_element, SIZE, ROUNDS, SCALE, SIGNED, NATIVE, P, Q
+        x_ptr, signs_ptr, line, at, lines, length, stride_line, stride_element, SIZE, ROUNDS, SCALE, SIGNS, NATIVE, P, Q
     )
     random = as_bits(x)
     if H.KIND == "stochastic":
@@ -129,8 +135,7 @@ def transform(x: Tensor, transforming: Transform, axis: int, place: Tensor | Non
     """Return the matrix x, transformed along `axis`: float32, with that axis padded by zeros to a multiple of the width."""
     out = torch.empty(padded_shape(x, transforming, axis), dtype=torch.float32, device=x.device)
     if out.numel():
-        signs = out if transforming.signs == "plain" else reference.signs(transforming, place, x.device)
-        _launch(tuple(x.shape), x.stride(), x.dtype, x.device, transforming, axis)(x, signs, out)
+        _launch(tuple(x.shape), x.stride(), x.dtype, x.device, transforming, axis)(x, _signs(transforming, place, out), out)
     return out
 
 
@@ -170,7 +175,7 @@ def _cast(
         if two_level:
             store_factors(amax, tensor, bare)
         return tensor
-    signs = amax if cast.transforming.signs == "plain" else reference.signs(cast.transforming, place, x.device)
+    signs = _signs(cast.transforming, place, amax)
     kind = tuple(x.shape), x.stride(), x.dtype, x.device, cast.transforming, axis
     if two_level:
         _amax_launch(*kind)(x, signs, amax)
@@ -178,6 +183,14 @@ def _cast(
     launch = _cast_launch(*kind, bare, container, drawn, out.stride() if values else None)
     launch(x, signs, out, scale, tensor, amax, *draw_arguments(draw))
     return tensor
+
+
+def _signs(transforming: Transform, place: Tensor | None, other: Tensor) -> Tensor:
+    """Return what kernels read signs from: fixed ones, the place where they are redrawn, or `other`, which is not read."""
+    if transforming.signs == "redrawn":
+        assert place is not None
+        return place
+    return other if transforming.signs == "plain" else reference.signs(transforming, None, other.device)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -266,7 +279,7 @@ def _work(
         "SIZE": transforming.size,
         "ROUNDS": transforming.size.bit_length() - 1,
         "SCALE": transforming.size**-0.5,
-        "SIGNED": transforming.signs != "plain",
+        "SIGNS": transforming.signs,
         "NATIVE": native(device),
         "P": P,
         "Q": Q,
