@@ -28,6 +28,8 @@ from dither.models import (
     parameter_count,
     preset,
 )
+from dither.nn.compile import compiled_modules
+from dither.parallel.apply import recompute_blocks
 from dither.tools.memory import model_shape
 
 TINY = PRESETS["tiny"]
@@ -497,6 +499,24 @@ def test_generation_compiles_nothing():
     assert graphs == []
     model(start)
     assert len(graphs) == 1
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning", "ignore:.*should not be instantiated")
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_compiled_blocks_are_recomputed(kind):
+    """The graph of a block runs once in forward and again in backward, also in a copy; gradients are the same."""
+    plain, model, tokens, runs = make(TINY), make(TINY), tokens_of(TINY, (2, 8)), []
+    plain(tokens, tokens).backward()
+    recompute_blocks(model, kind)
+    compile_blocks(model, backend=lambda graph, _: lambda *inputs: runs.append(1) or graph(*inputs))
+    blocks = len(model.model.layers)
+    assert compiled_modules(model) == [f"model.layers.{block}" for block in range(blocks)]
+    for each in (model, copy.deepcopy(model)):
+        runs.clear()
+        each(tokens, tokens).backward()
+        assert len(runs) == 2 * blocks
+        for expected, found in zip(plain.parameters(), each.parameters(), strict=True):
+            assert torch.equal(expected.grad, found.grad)
 
 
 @pytest.mark.parametrize(

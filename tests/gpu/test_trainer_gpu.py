@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dither.errors import UserError
-from dither.train.config import Config, Data, Optim, Precision, RunSettings
+from dither.train.config import Config, Data, Optim, Parallel, Precision, RunSettings
 from dither.train.loop import train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -49,6 +49,22 @@ def test_a_run_is_saved_and_goes_on(tmp_path, precision):
     assert (again.step, again.loss) == (6, first.loss)
     last = train(config(tmp_path, "run", 12, **precision), resume=True)
     assert last.step == 12
+    assert last.loss < min(first.loss, last.unigram)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+def test_all_that_saves_memory(tmp_path, checkpointing):
+    """What `--gpu-memory 24GB` chooses, in compiled blocks."""
+    how = {"mode": "bf16-sr", "recipe": "fp8-current", "states": "dynamic4", "weights": "fp8"}
+    asked = config(tmp_path, "run", 12, **how, logits="chunked", save="input", hold="none")
+    asked = replace(
+        asked,
+        data=replace(asked.data, micro_batch=None),
+        optim=replace(asked.optim, release_gradients=True, clip_norm="previous"),
+        parallel=Parallel(checkpointing=checkpointing),
+    )
+    first = train(replace(asked, run=replace(asked.run, steps=6)))
+    last = train(asked, resume=True)
     assert last.loss < min(first.loss, last.unigram)
 
 
