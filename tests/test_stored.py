@@ -1,6 +1,7 @@
 """Weights that exist only as FP8 codes: their rounding, their layers, and what the optimizer makes of them."""
 
 import copy
+import weakref
 from fractions import Fraction
 
 import pytest
@@ -222,6 +223,20 @@ def test_a_state_with_ordinary_weights_is_rounded_to_codes() -> None:
 def test_training_refuses_other_modes_and_gradients(mode: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         dither.optim.training(model(), mode, lr=1e-2)
+
+
+def test_weights_are_freed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    dither.convert(model, "fp8-current")
+    weights, left, store = [weakref.ref(weight) for weight in model.parameters()], [], StoredLinear.store
+
+    def counting(layer: Linear, dtype: torch.dtype) -> StoredLinear:
+        left.append(sum(weight() is not None for weight in weights))
+        return store(layer, dtype)
+
+    monkeypatch.setattr(StoredLinear, "store", counting)
+    store_weights(model)
+    assert left == [4, 3, 2, 1]
 
 
 def test_weights_are_stored_once() -> None:

@@ -64,8 +64,7 @@ def test_all_that_saves_memory(tmp_path, checkpointing):
         parallel=Parallel(checkpointing=checkpointing),
     )
     first = train(replace(asked, run=replace(asked.run, steps=6)))
-    last = train(asked, resume=True)
-    assert last.loss < min(first.loss, last.unigram)
+    assert train(asked, resume=True).loss < first.loss
 
 
 def test_a_gpu_that_is_not_there(tmp_path):

@@ -179,7 +179,8 @@ def store_weights(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> dict
             )
         _check(layer)
         layers[name] = layer
-    for name, layer in layers.items():
+    for name in list(layers):
+        layer = layers.pop(name)  # its weight is freed before the next codes are made
         found[name] = stored = StoredLinear.store(layer, dtype)
         replace_module(model, layer, stored)
         stored.belong_to(model)
