@@ -98,6 +98,19 @@ def test_differences_are_paired_and_have_students_intervals():
     assert "**+0.0100 ± 0.0025**" in planted().markdown()
 
 
+def test_training_losses_of_the_last_tenth_are_paired():
+    def curve(last: float) -> tuple[tuple[int, float], ...]:
+        return (30_000_000, 9.0), (54_000_000, 8.0), (56_000_000, last + 0.5), (60_000_000, last - 0.5)
+
+    runs = [result(seed=seed, curve=curve(4.0 + seed)) for seed in range(3)]
+    runs += [result("sr", seed=seed, curve=curve(4.1 + seed)) for seed in range(3)]
+    runs += [result("sr", seed=3, curve=curve(1.0)), result("rn", status="diverged", loss=None, curve=curve(1.0))]
+    rows = {row.arm: row for row in LadderReport("o1", ("o1", "sr", "rn"), tuple(runs)).rows}
+    assert rows["sr"].training.mean == pytest.approx(0.1)
+    assert rows["sr"].training.count == 3
+    assert (rows["o1"].training, rows["rn"].training) == (None, None)
+
+
 def test_losses_after_casts_are_compared_with_the_same_run_and_with_the_baseline():
     runs = [result(seed=seed, loss=4.0 + seed, casts={"mxfp4": 4.5 + seed}) for seed in range(3)]
     runs += [result("sr", seed=seed, loss=4.1 + seed, casts={"mxfp4": 4.3 + seed}) for seed in range(3)]

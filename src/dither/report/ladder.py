@@ -78,6 +78,12 @@ class Result:
         """True if the run need not be repeated."""
         return self.status != "failed"
 
+    @property
+    def training(self) -> float | None:
+        """Mean training loss over the last tenth of the tokens, the same text for all arms of a seed; None if not done."""
+        last = [loss for tokens, loss in self.curve if tokens > 0.9 * self.tokens]
+        return statistics.fmean(last) if last and self.status == "done" else None
+
     def to_dict(self) -> dict[str, Any]:
         """Return the content of the file."""
         curves = {name: [list(point) for point in getattr(self, name)] for name in ("held_out", "curve")}
@@ -214,6 +220,8 @@ class RungRow:
     """Held-out loss over the seeds that are done."""
     difference: Estimate | None
     """Loss minus that of the baseline, over the seeds that both have; None for the baseline itself."""
+    training: Estimate | None
+    """The same of the training losses at the end (`Result.training`)."""
     tokens_per_s: float | None
     """Median over the seeds."""
     note: str
@@ -277,18 +285,19 @@ class LadderReport:
         """One row per rung and arm that has a run."""
         found = []
         for rung in self.rungs:
-            base = {run.seed: run.loss for run in self.runs(self.baseline, rung)}
+            base = self.runs(self.baseline, rung)
             for arm in self.arms:
                 if not (runs := self.runs(arm, rung)):
                     continue
-                losses = {run.seed: run.loss for run in runs if run.loss is not None}
-                pairs = [loss - other for seed, loss in sorted(losses.items()) if (other := base.get(seed)) is not None]
+                losses = [run.loss for run in runs if run.loss is not None]
                 speeds = [run.tokens_per_s for run in runs if run.tokens_per_s]
                 notes = [f"seed {run.seed} {run.status}: {run.why}" for run in runs if run.status != "done"]
-                difference = estimate(pairs) if arm != self.baseline else None
-                speed, loss = statistics.median(speeds) if speeds else None, estimate(list(losses.values()))
+                difference, training = (_paired(runs, base, name) for name in ("loss", "training"))
+                speed = statistics.median(speeds) if speeds else None
                 parameters, model, tokens = rung
-                found.append(RungRow(model, parameters, tokens, arm, loss, difference, speed, "; ".join(notes)))
+                found.append(
+                    RungRow(model, parameters, tokens, arm, estimate(losses), difference, training, speed, "; ".join(notes))
+                )
         return found
 
     @cached_property
@@ -356,10 +365,11 @@ class LadderReport:
 
     def markdown(self) -> str:
         """Return the tables as Markdown."""
-        header = ("model", "parameters", "tokens", "arm", "seeds", "held-out loss", f"minus {self.baseline}", "note")
+        header = ("model", "parameters", "tokens", "arm", "seeds", "held-out loss", f"minus {self.baseline}")
         parts = [
-            markdown_table(header, [_cells(row) for row in self.rows]),
-            "± is the 95 % confidence interval by Student's t; differences are taken within seeds. Bold: it excludes 0.",
+            markdown_table((*header, f"training loss minus {self.baseline}", "note"), [_cells(row) for row in self.rows]),
+            "± is the 95 % confidence interval by Student's t; differences are taken within seeds. Bold: it excludes 0. "
+            "Training losses are means over the last tenth of the tokens, with the noise of arms that train with noise.",
         ]
         if self.missing:
             parts.append(f"{self.missing} runs of this ladder are not trained yet.")
@@ -397,7 +407,7 @@ class LadderReport:
     def to_dict(self) -> dict[str, Any]:
         """Return the tables as plain values; the runs are in their own files."""
         laws = {arm: asdict(law) if isinstance(law, Law) else law for arm, law in self.laws.items()}
-        halves = [{"loss_interval": row.loss, "difference_interval": row.difference} for row in self.rows]
+        halves = [{f"{name}_interval": getattr(row, name) for name in ("loss", "difference", "training")} for row in self.rows]
         rows = [
             {**asdict(row), **{name: value and value.interval for name, value in half.items()}}
             for row, half in zip(self.rows, halves, strict=True)
@@ -418,9 +428,18 @@ def count(number: float) -> str:
     return f"{number / 1e6:.0f} M" if number >= 1e8 else f"{number / 1e6:.1f} M" if number >= 1e6 else f"{number / 1e3:.1f} k"
 
 
+def _paired(runs: Sequence[Result], base: Sequence[Result], name: str) -> Estimate | None:
+    """Return the difference of a number of runs from those of the baseline, by seed; None for the baseline itself."""
+    if runs == base:
+        return None
+    one, two = ({run.seed: value for run in some if (value := getattr(run, name)) is not None} for some in (runs, base))
+    return estimate([one[seed] - two[seed] for seed in sorted(one.keys() & two.keys())])
+
+
 def _cells(row: RungRow) -> tuple[str, ...]:
     rung, seeds = (row.model, count(row.parameters), count(row.tokens)), str(row.loss.count if row.loss else 0)
-    return *rung, f"`{row.arm}`", seeds, _interval(row.loss, False), _interval(row.difference, True), row.note
+    losses = _interval(row.loss, False), _interval(row.difference, True), _interval(row.training, True)
+    return *rung, f"`{row.arm}`", seeds, *losses, row.note
 
 
 def _interval(value: Estimate | None, sign: bool) -> str:
