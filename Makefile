@@ -76,7 +76,7 @@ fuzz: $(PACKAGE)-test
 	$(VENV)/bin/python tests/soak/fuzz.py $(FUZZ)
 
 gpu-test:
-	seq $(JOBS) | PYTHONPATH=src xargs -P $(JOBS) -I{} env OMP_NUM_THREADS=1 DITHER_SHARE={}/$(JOBS) $(PYTHON) -m pytest -q -m gpu tests/gpu
+	seq $(JOBS) | PYTHONPATH=src xargs -P $(JOBS) -I{} env OMP_NUM_THREADS=1 DITHER_SHARE={}/$(JOBS) $(PYTHON) -m pytest -q -m 'gpu and not exhaustive' tests/gpu
 
 gpu-e2e:
 	PYTHONPATH=src $(PYTHON) tests/soak/e2e.py --device cuda --jobs $(JOBS) --minutes 8 $(E2E)

@@ -45,6 +45,7 @@ SETTINGS["all"] = [*SETTINGS["snip"], SETTINGS["gaussws"][1]]
 
 
 @pytest.mark.filterwarnings("ignore:Bitwidths of the layer:UserWarning")
+@pytest.mark.sampled(cover=1)
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_graphs_change_no_bit(name, parts, tmp_path):
@@ -107,6 +108,7 @@ def loop_of(recipe: str, sampling: dither.Sampling | None, captured: bool, parts
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.sampled(cover=1)
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize(
     ("recipe", "sampling"),

@@ -58,6 +58,7 @@ def gradients(method: str, how: str, compiled: str, order: tuple[int, ...], insi
     return [x.grad for x in xs] + [parameter.grad for parameter in model.parameters()]
 
 
+@pytest.mark.sampled(cover=2)
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("compiled", ["", "blocks", "whole"])
 @pytest.mark.parametrize("method", PLANS)
