@@ -372,7 +372,7 @@ def test_parts_are_fields():
         ("bf16-sr+fsdp+fsdp", r"\+fsdp is given twice or contradicts"),
         ("recipe:int8+input+one+none", r"\+none is given twice or contradicts"),
         ("recipe:int8+input+sr", r"\+sr is too late"),
-        ("recipe:int8+release", r"8-bit states and \+release need \+sr"),
+        ("recipe:int8+release", r"narrow states and \+release need \+sr"),
     ],
 )
 def test_a_wrong_mode_is_one_sentence(text, sentence):

