@@ -45,6 +45,8 @@ RULES = [
     "e2m1 tile(16) four_over_six",
     "e2m1 tile(16) nvfp4_fixed(0.001)",
     "e2m1 block(16) four_over_six",
+    "e2m1 tile(32) quest",
+    "e2m1 block(16) quest",
     "e4m3 tensor static(0.0123)",
     "e5m2 tensor static(3) stochastic(8)",
 ]
@@ -184,7 +186,7 @@ def check_transformed(x: Tensor, text: str, axis: int, offset: tuple[int, int] =
     draw, stored = draw_for(padded, cast.round, offset), Format.parse(container) if container else cast.element
     found = [code.quantize(x, cast, axis, draw, place, stored) for code in (transforms, kernel_transforms)]
     wrong = sum(map(differing, *found))
-    if cast.scaling.kind != "four_over_six" and not container:
+    if not container:
         found = [code.quantize_values(x, cast, axis, draw, place) for code in (transforms, kernel_transforms)]
         wrong += sum(map(differing, *found))
     return wrong
@@ -227,6 +229,13 @@ def check_values(x: Tensor, cast: Cast, offset: tuple[int, int] = (0, 0), amax: 
             decoded = quantize.dequantize(values, scale, one, cast, tuple(x.shape), axis, torch.bfloat16)
             wrong += differing(decoded, numbers)
     return wrong
+
+
+def check_unclipped(x: Tensor, cast: Cast, axis: int) -> int:
+    """Masks of clipped elements."""
+    found = [code.unclipped(x, cast, axis) for code in (quantize, kernel_quantize)]
+    assert 0 < (~found[0]).sum() < x.numel()
+    return differing(*found)
 
 
 def check_apart(x: Tensor, along: Cast, across: Cast) -> int:

@@ -159,11 +159,12 @@ TRANSFORMED = [
     "mxfp4 stochastic(8) hadamard(64,redrawn)",
     "mxfp8 nearest hadamard(32,plain)",
     "e2m1 tile(16) four_over_six nearest hadamard(16)",
+    "e2m1 tile(32) quest nearest hadamard(32,plain)",
     "e4m3 tile(128) fp32 nearest hadamard(32)",
 ]
 
 
-@pytest.mark.sampled(without=[TRANSFORMED[1], TRANSFORMED[3], TRANSFORMED[5]])
+@pytest.mark.sampled(without=[TRANSFORMED[1], TRANSFORMED[3], TRANSFORMED[6]])
 @pytest.mark.parametrize("text", TRANSFORMED)
 def test_transforms_and_casts_at_once(text: str, device: str) -> None:
     """Whole tiles and ragged ones, other strides, shards, lost groups, and FP4 as FP8 codes."""
@@ -200,7 +201,7 @@ def test_scale_rules(text: str, device: str) -> None:
     "text",
     [
         *("e4m3 tile(16)", "e4m3 row", "e2m1 tile(16) nvfp4", "e2m1 tile(16) nvfp4 stochastic(16)", "int8 tile(16) pow2"),
-        *("e2m1 tile(16) four_over_six", "e4m3 tile(16) pow2_round"),
+        *("e2m1 tile(16) four_over_six", "e4m3 tile(16) pow2_round", "e2m1 tile(16) quest"),
     ],
 )
 def test_lost_groups(text: str, device: str) -> None:
@@ -209,6 +210,20 @@ def test_lost_groups(text: str, device: str) -> None:
     x[1, 3], x[4, 40], x[7, 20] = torch.nan, torch.inf, -torch.inf
     for axis in (0, 1):
         assert pairs.check_quantize(x.to(device), Cast.parse(text), axis) == 0
+
+
+@pytest.mark.parametrize(
+    "text", ["e2m1 tile(32) quest", "e2m1 block(16) quest", "e2m1 tile(32) pow2 stochastic(16)", "e2m1 tensor pow2"]
+)
+def test_masks_of_clipped_elements(text: str, device: str) -> None:
+    x = pairs.hard_values(37, 83, torch.bfloat16, 9, device)
+    x[1, 3], x[30, 80] = torch.nan, -torch.inf
+    if "tensor" in text:
+        x = x.nan_to_num(7.5, 7.5, 7.5).clamp(-7.5, 7.5)
+    for axis in (0, 1):
+        cast = Cast.parse(text)
+        assert pairs.check_unclipped(x, cast, axis) == 0
+        assert pairs.check_unclipped(x.float()[:, ::2].T, cast, axis) == 0
 
 
 GIVEN = ["e4m3 tensor delayed(4)", "e5m2 tensor delayed(4,3)", "e2m1 tensor fp32", "e2m1 tile(16) nvfp4", "e4m3 tile(16) nvfp4"]
@@ -247,7 +262,14 @@ def test_both_layouts(cast: Cast, dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["nvfp4", "e2m1 block(16) nvfp4 stochastic(16)", "mxfp4 stochastic(8)", "mxfp8", "int4 tile(16) pow2"],
+    [
+        "nvfp4",
+        "e2m1 block(16) nvfp4 stochastic(16)",
+        "mxfp4 stochastic(8)",
+        "mxfp8",
+        "int4 tile(16) pow2",
+        "e2m1 tile(32) quest",
+    ],
 )
 def test_values(text: str, device: str) -> None:
     """Whole tiles and ragged ones, other strides, lost groups, and a given magnitude that is far too small."""
@@ -308,7 +330,7 @@ def test_both_layouts_of_given_magnitudes(text: str, value: float, device: str) 
         assert pairs.check_both(x.to(device), Cast.parse(text), amax=amax) == 0
 
 
-@pytest.mark.parametrize("text", ["e4m3 block(16)", "e2m1 block(16) pow2", "e4m3 tensor", "e2m1 row"])
+@pytest.mark.parametrize("text", ["e4m3 block(16)", "e2m1 block(16) pow2", "e2m1 block(16) quest", "e4m3 tensor", "e2m1 row"])
 def test_both_layouts_of_lost_groups(text: str, device: str) -> None:
     x = pairs.hard_values(70, 75, torch.float32, 7, "cpu")
     x[1, 3], x[40, 74], x[69, 20] = torch.nan, torch.inf, -torch.inf

@@ -60,6 +60,12 @@ def test_scale_rules(text: str) -> None:
     assert pairs.check_quantize(x, Cast.parse(text), 0) == 0
 
 
+@pytest.mark.parametrize("text", ["e2m1 tile(32) quest", "e2m1 tile(32) pow2 stochastic(16)"])
+def test_masks_of_clipped_elements(text: str) -> None:
+    for axis in (0, 1):
+        assert pairs.check_unclipped(big(torch.bfloat16, 3)[:2504], Cast.parse(text), axis) == 0
+
+
 @pytest.mark.parametrize(("rows", "columns"), [(4096, 8192), (3001, 1392)])
 def test_mxfp4_as_fp8(rows: int, columns: int) -> None:
     assert pairs.check_mx_fp8(rows, columns, "cuda") == 0
@@ -81,7 +87,8 @@ def test_transforms(text: str, axis: int) -> None:
     ):
         assert pairs.check_transformed(x, f"{cast} {text}", axis, (3, 8)) == 0
         assert pairs.check_transformed(x.float()[:, :1001], f"{cast} {text}", axis) == 0
-    assert pairs.check_transformed(x, f"e2m1 tile(16) four_over_six nearest {text}", axis) == 0
+    for cast in ("e2m1 tile(16) four_over_six", "e2m1 tile(32) quest"):
+        assert pairs.check_transformed(x, f"{cast} nearest {text}", axis) == 0
 
 
 @pytest.mark.parametrize(
@@ -94,6 +101,7 @@ def test_transforms(text: str, axis: int) -> None:
         "mxfp6",
         "e4m3 tile(32) pow2_ceil",
         "mxfp8",
+        "e2m1 tile(32) quest",
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -78,6 +78,8 @@ CASTS = [
     "e4m3 tensor delayed(16)",
     "e5m2 tensor delayed(16)",
     "e2m1 block(128)",
+    "e2m1 tile(32) quest",
+    "e2m1 block(16) quest",
     "fp16 block(32) fp32 stochastic(16)",
     "bf16 stochastic(16)",
 ]
@@ -105,6 +107,8 @@ def calls() -> Iterator[str]:
         if held_by_bf16(cast):
             quantize.quantize_values(x, cast, (1, 0), mine, None)
         yield str(cast)
+    quantize.unclipped(x, Cast.parse("e2m1 tile(32) quest"), 1)
+    yield "masks of clipped elements"
     for along, across in IN_SQUARES:
         for dtype in (torch.bfloat16, torch.float32):
             quantize.quantize_apart(x.to(dtype), along, across)
@@ -127,12 +131,17 @@ def calls() -> Iterator[str]:
     for transform, place in (("hadamard(16)", None), ("hadamard(128,redrawn)", moved.step.new_zeros(3))):
         for axis in (0, 1):
             transforms.transform(x, Cast.parse(f"mxfp4 nearest {transform}").transforming, axis, place)
-            for text in ("nvfp4 stochastic(16)", "mxfp4 nearest", "mxfp8 nearest", "e2m1 tile(16) four_over_six nearest"):
+            for text in (
+                "nvfp4 stochastic(16)",
+                "mxfp4 nearest",
+                "mxfp8 nearest",
+                "e2m1 tile(16) four_over_six nearest",
+                "e2m1 tile(32) quest",
+            ):
                 cast = Cast.parse(f"{text} {transform}")
                 mine = moved if cast.round.bits else None
                 transforms.quantize(x, cast, axis, mine, place, cast.element)
-                if cast.scaling.kind != "four_over_six":
-                    transforms.quantize_values(x, cast, axis, mine, place)
+                transforms.quantize_values(x, cast, axis, mine, place)
         yield transform
     yield from level_calls()
     yield from product_calls()

@@ -14,6 +14,7 @@ one reading if both round to nearest with scales of groups.
 
 import functools
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -287,7 +288,7 @@ def _casting(casts: tuple[Cast, ...], container: str, level: int = -1) -> Castin
     text, own = "|".join(map(str, casts)), level < 0 and container == first.format
     return Casting(
         text,
-        str(first.codes) if own else str(Cast(container, first.granularity, first.scale)),
+        str(first.codes) if own else str(replace(first.codes, format=container)),
         "" if own else container,
         stochastic=any(cast.round.bits for cast in casts),
         delayed=kind == "delayed",

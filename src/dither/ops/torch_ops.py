@@ -18,7 +18,6 @@ from torch import Tensor
 from dither.errors import UserError
 from dither.ops import storage
 from dither.ops.backend import implementation
-from dither.ops.reference import quantize as reference
 from dither.ops.reference.loss import gradients_like
 from dither.ops.reference.matmul import Operand
 from dither.ops.reference.sampling import LN2, pow2, to_dtype
@@ -193,8 +192,9 @@ def _with_transform(cast: str, transform: str) -> Cast:
 
 @operator(lambda x: x.new_empty(x.shape, dtype=torch.bool))
 def _unclipped_op(x: Tensor, cast: str, axis: int) -> Tensor:
-    """Return where a cast of the matrix x clips nothing; see `reference.quantize`. There is no kernel."""
-    return reference.unclipped(x, Cast.parse(cast), axis)
+    """Return where a cast of the matrix x, whose scales are powers of two, clips nothing; see `reference.quantize`."""
+    parsed = Cast.parse(cast)
+    return implementation("quantize", x.device, "auto", parsed).unclipped(x, parsed, axis)  # type: ignore[no-any-return]
 
 
 @custom_operator(lambda x: x.new_empty((), dtype=torch.float32))

@@ -306,7 +306,8 @@ def _launch(
         _store_scales(line_amax, one_cast._bits(scale), casts, level)
     if x.numel():
         drawn = tuple(one_cast._drawn(cast, draw if cast.round.kind == "stochastic" else None) for cast in casts)
-        launch = _one_launch(place, x_BRC.stride(), (x.dtype, scale.dtype), x.device, casts, container, drawn, measure)
+        dtypes = x.dtype, scale.dtype, out.dtype
+        launch = _one_launch(place, x_BRC.stride(), dtypes, x.device, casts, container, drawn, measure)
         launch(x_BRC, out, scale, line_amax, unused, level, *draw_arguments(draw))
 
 
@@ -314,14 +315,14 @@ def _launch(
 def _one_launch(
     place: GroupLayout,
     stride: tuple[int, int, int],
-    dtypes: tuple[torch.dtype, torch.dtype],
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     device: torch.device,
     casts: tuple[Cast, ...],
     container: Format,
     drawn: tuple[tuple[bool, bool, bool], ...],
     measure: bool,
 ) -> BoundKernel:
-    """Return the kernel for one layout, for any level; dtypes are those of x and of its scales."""
+    """Return the kernel for one layout, for any level; dtypes are those of x, of its scales and of the codes."""
     return _merged(
         tuple(
             one_cast._one_launch(place, stride, dtypes, device, cast, container, bits, measure, None)

@@ -11,6 +11,7 @@ has a tile of P lines of Q elements; `gp` and `gq` are the lines and elements pe
 """
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ from dither.ops.triton.tiles import (
     spread,
     store_scales,
     tile_codes,
+    tile_factors,
     tile_values,
 )
 from dither.spec import Cast, groups
@@ -270,7 +272,7 @@ def _quantize_once_kernel(
     multiply = x
     if G > 0:
         amax = largest(tl.reshape(tl.abs(x), [ROWS // G, G, COLUMNS // G, G]), H.NATIVE)
-        multiply, _, stored = group_factors(amax, 1.0, S, SCALE, W, True, H.NATIVE)
+        multiply, _, stored = tile_factors(x, amax, 1.0, F, S, H, SCALE, W, ROWS, COLUMNS, G, G, True)
         store_scales(scale_ptr, stored, first_row, first_column, rows, columns, ROWS, COLUMNS, G, G, False)
         store_scales(scale_t_ptr, tl.trans(stored), first_column, first_row, columns, rows, COLUMNS, ROWS, G, G, False)
         multiply = spread(multiply, ROWS, COLUMNS, G, G)
@@ -426,6 +428,16 @@ def fake_quantize(x: Tensor, cast: Cast, axis: int, draw: Draw | None, given_ama
     return layout.restore(out)
 
 
+def unclipped(x: Tensor, cast: Cast, axis: int) -> Tensor:
+    """Return where scaled magnitudes of the matrix x are at most the largest value of the format: bool, in the shape of x."""
+    layout = groups.values_layout(tuple(x.shape), cast, axis)
+    out = torch.empty((layout.batch, layout.rows, layout.columns), dtype=torch.bool, device=x.device)
+    # Nothing is rounded, and so nothing drawn.
+    nearest = replace(cast, rounding="nearest") if cast.round.bits else cast
+    _launch(x, nearest, layout, None, None, cast.element, out, x.new_empty(0, dtype=torch.float32), fake=True)
+    return layout.restore(out)
+
+
 def quantize_both(
     x: Tensor,
     cast: Cast,
@@ -565,7 +577,7 @@ def _launch(
         return tensor
 
     launch = _one_launch(
-        layout, x_BRC.stride(), (x.dtype, scale.dtype), x.device, cast, container, _drawn(cast, draw), measure,
+        layout, x_BRC.stride(), (x.dtype, scale.dtype, out.dtype), x.device, cast, container, _drawn(cast, draw), measure,
         out.stride() if fake else None,
     )  # fmt: skip
     launch(x_BRC, out, scale, line_amax, tensor_amax, *draw_arguments(draw))
@@ -576,7 +588,7 @@ def _launch(
 def _one_launch(
     layout: GroupLayout,
     stride: tuple[int, int, int],
-    dtypes: tuple[torch.dtype, torch.dtype],
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     device: torch.device,
     cast: Cast,
     container: Format,
@@ -586,9 +598,10 @@ def _one_launch(
 ) -> BoundKernel:
     """Return the kernel for one layout of matrices with these strides.
 
-    dtypes: those of x and of its scales. fake_stride: strides of the values if these are stored instead of codes.
+    dtypes: those of x, of its scales and of the result.
+    fake_stride: strides of the values (or of the mask) if these are stored instead of codes.
     """
-    kind, (dtype, scales), fake = cast.group.kind, dtypes, fake_stride is not None
+    kind, (dtype, scales, _), fake = cast.group.kind, dtypes, fake_stride is not None
     constants = _known_constants(cast, container, *drawn, dtype.itemsize, device)
     ROWS, COLUMNS, A, warps = _tile_shape(layout, kind, measure, dtype.itemsize, constants["RUN"], drawn[0])
     P, Q = (COLUMNS, ROWS) if layout.along_rows else (ROWS, COLUMNS)

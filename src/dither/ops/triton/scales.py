@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dither.ops.reference.scales import LARGEST_BLOCK
+from dither.ops.reference.scales import LARGEST_BLOCK, QUEST_CLIP
 from dither.ops.triton import BoundKernel, multiprocessors, native
 from dither.ops.triton.philox import program_tile, tiles
 from dither.ops.triton.rounding import RoundingConstants, as_bits, as_float, encode, fields, float_bits, round_bits, widen
@@ -132,6 +132,36 @@ def tensor_factor(amax, S: tl.constexpr):
 
 
 @triton.jit
+def pow2_factors(exponent, amax):
+    """Return (multiply, restore, stored) of groups with the scale 2^exponent and largest magnitudes of the int32 bits `amax`.
+
+    Exponents are clamped to those of E8M0. Groups of zeros have the scale 1, and lost ones NaN.
+    """
+    lost = is_lost(amax)
+    exponent = tl.where(amax == 0, 0, tl.minimum(tl.maximum(exponent, -127), 127))
+    multiply = tl.where(lost, float("nan"), pow2(-exponent))
+    restore = tl.where(lost, float("nan"), pow2(exponent))
+    return multiply, restore, tl.where(lost, 255, exponent + 127)
+
+
+QUEST_SQUARE = tl.constexpr(QUEST_CLIP**2 * 2.0**-40)
+"""The square of QUEST_CLIP, for squares in units of 2^-40."""
+
+
+@triton.jit
+def quest_exponent(x, amax):
+    """Return the exponent of QUEST_CLIP * root mean square, rounded down, of groups x [P / GP, GP, Q / GQ, GQ].
+
+    As in the reference, magnitudes count in steps of 2^-20 of the power of two below `amax`: integers add up in any order.
+    """
+    first = (amax >> 23) - 127
+    relative = tl.abs(x) * pow2(-first)[:, None, :, None]
+    units = tl.where(relative < 2.0, relative * 2.0**20 + 0.5, 0.0).to(tl.int32).to(tl.int64)  # only lost groups have others
+    mean = tl.sum(tl.sum(units * units, axis=3), axis=1).to(tl.float32) * (QUEST_SQUARE / (x.shape[1] * x.shape[3]))
+    return first + (((as_bits(mean) >> 23) - 127) >> 1)
+
+
+@triton.jit
 def group_factors(
     amax, tensor,
     S: tl.constexpr, E: tl.constexpr, W: tl.constexpr, MEASURE: tl.constexpr, NATIVE: tl.constexpr, WIDER: tl.constexpr = 1.0,
@@ -189,6 +219,7 @@ def group_factors(
         multiply = tl.div_rn(tl.div_rn(1.0, tensor), restore)
         return multiply, restore, encode(as_bits(restore), E)
     else:
+        tl.static_assert(S.KIND != "quest", "quest reads the values of its groups: see tiles.tile_factors")
         exponent = (amax >> 23) - 127 - S.MAX_EXPONENT
         if S.KIND == "pow2_ceil":
             exponent += ((amax & 0x7FFFFF) > S.MAX_MANTISSA).to(tl.int32)
@@ -199,10 +230,7 @@ def group_factors(
                 exponent += (2 * a >= 3 * M).to(tl.int32) - (4 * a < 3 * M).to(tl.int32)
             else:
                 exponent -= (a < M).to(tl.int32)
-        exponent = tl.where(nothing, 0, tl.minimum(tl.maximum(exponent, -127), 127))
-        multiply = tl.where(lost, float("nan"), pow2(-exponent))
-        restore = tl.where(lost, float("nan"), pow2(exponent))
-        return multiply, restore, tl.where(lost, 255, exponent + 127)
+        return pow2_factors(exponent, amax)
 
 
 @triton.jit

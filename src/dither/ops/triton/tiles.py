@@ -12,7 +12,7 @@ Legend:
     A, RUN         arrangement of a thread's elements, see `element_coordinates`
     MEASURE        scales come from the groups of this tile; else `amax` is passed in
     PER_LINE       without MEASURE: one `amax` per line, else one for the tensor
-    FAKE           store values instead of codes
+    FAKE           store values instead of codes; in memory of bools, where the cast clips nothing
     EVEN           tiles cover the matrix exactly: loads need no mask
     RAGGED         lines end inside a packed byte or word: the rest of it is filled with zeros
     WORDS          stored lines are multiples of 4 bytes, so that 4-bit codes are stored as words
@@ -38,7 +38,7 @@ from dither.ops.triton.rounding import (
     widen_here,
     with_sign,
 )
-from dither.ops.triton.scales import group_factors, tensor_factor
+from dither.ops.triton.scales import group_factors, pow2_factors, quest_exponent, tensor_factor
 
 
 @triton.jit
@@ -143,6 +143,28 @@ def squared_error(
     units = tl.where(difference == difference, units, 0.0).to(tl.int32)
     squares = tl.reshape(units * units, [P // GP, GP, Q // GQ, GQ])
     return tl.sum(tl.sum(squares, axis=3), axis=1).to(tl.float32) * (restore * restore)
+
+
+@triton.jit
+def tile_factors(
+    x, amax, tensor,
+    F: tl.constexpr, S: tl.constexpr, H: tl.constexpr, E: tl.constexpr, W: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
+    GP: tl.constexpr, GQ: tl.constexpr, MEASURE: tl.constexpr,
+):  # fmt: skip
+    """Return what `scales.group_factors` does, also for scalings that read the values x [P, Q] of the groups."""
+    if S.KIND == "quest":
+        exponent = quest_exponent(tl.reshape(x, [P // GP, GP, Q // GQ, GQ]), amax)
+        multiply, restore, stored = pow2_factors(exponent, amax)
+    else:
+        multiply, restore, stored = group_factors(amax, tensor, S, E, W, MEASURE, H.NATIVE)
+    if S.KIND == "four_over_six":
+        multiply_4, restore_4, stored_4 = group_factors(amax, tensor, S, E, W, MEASURE, H.NATIVE, 1.5)
+        six = squared_error(x, multiply, restore, F, S, H, P, Q, GP, GQ)
+        four = squared_error(x, multiply_4, restore_4, F, S, H, P, Q, GP, GQ)
+        multiply = tl.where(four < six, multiply_4, multiply)
+        restore = tl.where(four < six, restore_4, restore)
+        stored = tl.where(four < six, stored_4, stored)
+    return multiply, restore, stored
 
 
 @triton.jit
@@ -257,22 +279,19 @@ def cast_tile(
                 # Keep each magnitude in one thread instead of all that share the group: less work is repeated.
                 n: tl.constexpr = (P // GP) * (Q // GQ)
                 amax = tl.reshape(tl.gather(tl.reshape(amax, [n]), tl.arange(0, n), 0), [P // GP, Q // GQ])
-        multiply, restore, stored = group_factors(amax, tensor, S, E, W, MEASURE, H.NATIVE)
-        if S.KIND == "four_over_six":
-            multiply_4, restore_4, stored_4 = group_factors(amax, tensor, S, E, W, MEASURE, H.NATIVE, 1.5)
-            six = squared_error(x, multiply, restore, F, S, H, P, Q, GP, GQ)
-            four = squared_error(x, multiply_4, restore_4, F, S, H, P, Q, GP, GQ)
-            multiply = tl.where(four < six, multiply_4, multiply)
-            restore = tl.where(four < six, restore_4, restore)
-            stored = tl.where(four < six, stored_4, stored)
+        multiply, restore, stored = tile_factors(x, amax, tensor, F, S, H, E, W, P, Q, GP, GQ, MEASURE)
         if MEASURE and not FAKE:
             innermost: tl.constexpr = S.KIND == "fp32" and GP == 1 and GQ == 128  # as GroupLayout.lines_innermost says
             store_scales(scale_ptr, stored, line0, first, lines, length, P, Q, GP, GQ, innermost)
         multiply = spread(multiply, P, Q, GP, GQ)
         restore = spread(restore, P, Q, GP, GQ)
     if FAKE:
-        value = as_float(round_bits(scaled_bits(x, multiply, S, MEASURE), as_bits(x), random, F, H, True))
-        result = restored(value, restore, tensor, out_ptr.dtype.element_ty, S.KIND != "none", S.STORED == "e4m3", H.NATIVE)
+        y = scaled_bits(x, multiply, S, MEASURE)
+        if out_ptr.dtype.element_ty == tl.int1:
+            result = y.to(tl.uint32, bitcast=True) <= F.MAX_BITS  # False for NaN of either sign
+        else:
+            value = as_float(round_bits(y, as_bits(x), random, F, H, True))
+            result = restored(value, restore, tensor, out_ptr.dtype.element_ty, S.KIND != "none", S.STORED == "e4m3", H.NATIVE)
         at = first + tl.arange(0, Q)
         inside = (line < lines)[:, None] & (at < length)[None, :]
         tl.store(out_ptr + line[:, None] * stride_line + at[None, :] * stride_element, result, mask=inside)
@@ -298,7 +317,7 @@ def tile_values(
 ):  # fmt: skip
     """Return x [P, Q] rounded to F, times the scales of its groups of GP x GQ, as DTYPE. The tensor's scale is left out."""
     amax = largest(tl.reshape(tl.abs(x), [P // GP, GP, Q // GQ, GQ]), H.NATIVE)
-    multiply, restore, _ = group_factors(amax, tensor, S, E, W, True, H.NATIVE)
+    multiply, restore, _ = tile_factors(x, amax, tensor, F, S, H, E, W, P, Q, GP, GQ, True)
     multiply, restore = spread(multiply, P, Q, GP, GQ), spread(restore, P, Q, GP, GQ)
     E4M3: tl.constexpr = F.BITS == 8 and F.BIAS == 7 and not F.INTEGER
     if E4M3 and H.NATIVE and H.KIND == "nearest" and S.STORED != "e4m3":
