@@ -47,6 +47,8 @@ RULES = [
     "e2m1 block(16) four_over_six",
     "e2m1 tile(32) quest",
     "e2m1 block(16) quest",
+    "e2m1 tile(16) eden(128) stochastic(16)",
+    "e2m1 tile(32) eden(32) stochastic(8)",
     "e4m3 tensor static(0.0123)",
     "e5m2 tensor static(3) stochastic(8)",
 ]

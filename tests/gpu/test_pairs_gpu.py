@@ -89,6 +89,8 @@ def test_transforms(text: str, axis: int) -> None:
         assert pairs.check_transformed(x.float()[:, :1001], f"{cast} {text}", axis) == 0
     for cast in ("e2m1 tile(16) four_over_six", "e2m1 tile(32) quest"):
         assert pairs.check_transformed(x, f"{cast} nearest {text}", axis) == 0
+    assert pairs.check_transformed(x, f"e2m1 tile(16) eden(128) stochastic(16) {text}", axis, (3, 8)) == 0
+    assert pairs.check_transformed(x.float()[:, :1001], f"e2m1 tile(16) eden(32) stochastic(8) {text}", axis) == 0
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,7 @@ CASTS = [
     "e2m1 block(128)",
     "e2m1 tile(32) quest",
     "e2m1 block(16) quest",
+    "e2m1 tile(16) eden(128) stochastic(16)",
     "fp16 block(32) fp32 stochastic(16)",
     "bf16 stochastic(16)",
 ]
@@ -101,7 +102,7 @@ def calls() -> Iterator[str]:
         values, scale, tensor = quantize.quantize(x, cast, axis, mine, amax, cast.element)
         quantize.fake_quantize(x, cast, 1 - axis, mine, amax)
         quantize.dequantize(values, scale, tensor, cast, (256, 384), axis, torch.bfloat16)
-        if cast.scaling.kind != "nvfp4":
+        if not cast.scaling.two_level:
             container = cast.element if cast.element.bits >= 8 else Format.parse("e4m3")
             quantize.quantize_both(x, cast, mine, amax, container)
         if held_by_bf16(cast):
@@ -137,6 +138,7 @@ def calls() -> Iterator[str]:
                 "mxfp8 nearest",
                 "e2m1 tile(16) four_over_six nearest",
                 "e2m1 tile(32) quest",
+                "e2m1 tile(16) eden(128) stochastic(16)",
             ):
                 cast = Cast.parse(f"{text} {transform}")
                 mine = moved if cast.round.bits else None

@@ -29,6 +29,7 @@ from dither.ops.triton.scales import (
     amax_bits,
     block_rounding,
     group_factors,
+    launch_options,
     line_amax_bits,
     scaling_fields,
     store_factors,
@@ -272,7 +273,7 @@ def _quantize_once_kernel(
     multiply = x
     if G > 0:
         amax = largest(tl.reshape(tl.abs(x), [ROWS // G, G, COLUMNS // G, G]), H.NATIVE)
-        multiply, _, stored = tile_factors(x, amax, 1.0, F, S, H, SCALE, W, ROWS, COLUMNS, G, G, True)
+        multiply, _, stored = tile_factors(x, random, amax, 1.0, F, S, H, SCALE, W, ROWS, COLUMNS, G, G, True)
         store_scales(scale_ptr, stored, first_row, first_column, rows, columns, ROWS, COLUMNS, G, G, False)
         store_scales(scale_t_ptr, tl.trans(stored), first_column, first_row, columns, rows, COLUMNS, ROWS, G, G, False)
         multiply = spread(multiply, ROWS, COLUMNS, G, G)
@@ -342,6 +343,14 @@ def quantize_values(
     x: Tensor, cast: Cast, axes: tuple[int, ...], draw: Draw | None, given_amax: Tensor | None
 ) -> tuple[list[Tensor], Tensor]:
     """Return codes times the scales of their groups in BF16, cast along each of `axes`, and the scale of the tensor."""
+    if cast.scaling.kind == "eden":  # no tile of the kernel below holds the values that share a correction, in both directions
+        coded = [quantize(x, cast, axis, draw, given_amax, cast.element) for axis in axes]
+        one, shape = torch.ones((), device=x.device), tuple(x.shape)
+        results = [
+            dequantize(values, scale, one, cast, shape, axis, torch.bfloat16)
+            for axis, (values, scale, _) in zip(axes, coded, strict=True)
+        ]
+        return results, coded[0][2]
     results = [torch.empty(x.shape, dtype=torch.bfloat16, device=x.device) for _ in axes]
     two_level = cast.scaling.two_level
     tensor = torch.empty(() if two_level else (0,), dtype=torch.float32, device=x.device)
@@ -603,7 +612,8 @@ def _one_launch(
     """
     kind, (dtype, scales, _), fake = cast.group.kind, dtypes, fake_stride is not None
     constants = _known_constants(cast, container, *drawn, dtype.itemsize, device)
-    ROWS, COLUMNS, A, warps = _tile_shape(layout, kind, measure, dtype.itemsize, constants["RUN"], drawn[0])
+    span = constants["S"].SPAN
+    ROWS, COLUMNS, A, warps = _tile_shape(layout, kind, measure, dtype.itemsize, constants["RUN"], drawn[0], span)
     P, Q = (COLUMNS, ROWS) if layout.along_rows else (ROWS, COLUMNS)
     # One group per line, or one per tile: the factor is the same wherever in the group the tile lies.
     GP, GQ = layout.group if kind in ("tile", "block") else (1 if kind == "row" else P, Q)
@@ -638,6 +648,7 @@ def _one_launch(
         bits=scale_codes if fake else (1, *scale_codes),
         num_warps=warps,
         maxnreg=REGISTERS if not drawn[0] and warps == 4 else None,
+        **launch_options(cast),
     )
 
 
@@ -674,9 +685,11 @@ def _bits(scale: Tensor) -> Tensor:
 
 
 def _tile_shape(
-    layout: GroupLayout, kind: str, measure: bool, itemsize: int, run: int, drawn: bool
+    layout: GroupLayout, kind: str, measure: bool, itemsize: int, run: int, drawn: bool, span: int
 ) -> tuple[int, int, int, int]:
     """Return (rows, columns, A, warps) of a program's tile: whole groups, and 32 to 64 elements per thread to keep memory busy.
+
+    Lines are multiples of `span`, which is at most 128.
 
     A is the number of 16-byte loads per thread, as far as the tile's shape allows. Chosen by `benchmarks/sweep.py casts`.
     """
@@ -686,7 +699,7 @@ def _tile_shape(
         rows, warps = max(1, 4096 // columns), 4 if columns <= 4096 else 8
         return rows, columns, 1, warps
     if layout.along_rows:
-        rows = max(q, 64)
+        rows = max(q, span, 64)
         columns = max(32, p, 8192 // rows)
         warps = 4 if rows * columns <= 8192 else 8
         return rows, columns, _rows_a_thread(rows * columns, warps, run) if drawn else 8 * itemsize, warps

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dither.ops.reference.scales import LARGEST_BLOCK, QUEST_CLIP
+from dither.ops.reference.scales import EDEN_CLIP, LARGEST_BLOCK, QUEST_CLIP
 from dither.ops.triton import BoundKernel, multiprocessors, native
 from dither.ops.triton.philox import program_tile, tiles
 from dither.ops.triton.rounding import RoundingConstants, as_bits, as_float, encode, fields, float_bits, round_bits, widen
@@ -33,7 +33,7 @@ class Scaling(NamedTuple):
     STORED: str
     """Format of stored scales: "" (none), "fp32", "e8m0" or "e4m3"."""
     MAX: float
-    """The format's largest value."""
+    """The number that a group's largest magnitude is scaled to: the format's largest value, or a larger one for eden."""
     MAX_EXPONENT: int
     """Its exponent: floor(log2 MAX)."""
     MAX_MANTISSA: int
@@ -48,6 +48,8 @@ class Scaling(NamedTuple):
     """2^margin."""
     VALUE: float
     """The scale of a static one."""
+    SPAN: int = 0
+    """Values of a line that share a correction, for eden."""
 
 
 @functools.cache
@@ -56,17 +58,20 @@ def scaling_fields(cast: Cast) -> Scaling:
     element, scale = cast.element, cast.scaling
     mantissa = float_bits(element.max) & 0x7FFFFF
     inverse = struct.unpack("<f", struct.pack("<f", 1.0 / element.max))[0]
+    eden = scale.kind == "eden"
+    largest = element.max / EDEN_CLIP if eden else element.max
     return Scaling(
         scale.kind,
         scale.storage,
-        element.max,
+        largest,
         element.max_exponent,
         mantissa,
-        LARGEST_BLOCK.get(scale.kind, 0.0) * element.max,
+        LARGEST_BLOCK.get(scale.kind, 0.0) * largest,
         inverse,
         2.0**-scale.margin,
         2.0**scale.margin,
-        *(scale.arguments or (0.0,)),
+        scale.arguments[0] if scale.arguments else 0.0,
+        int(scale.arguments[0]) if eden else 0,
     )
 
 
@@ -78,9 +83,16 @@ E4M3 = fields(TABLE["e4m3"])
 def block_rounding(cast: Cast) -> RoundingConstants:
     """Return the rounding W of nvfp4's block scales: nearest, or toward zero and then up for stochastic casts.
 
-    Rounding up keeps the largest values of a group from being clipped, which would bias stochastic rounding.
+    Rounding up keeps the largest values of a group from being clipped, which would bias stochastic rounding. Eden rounds values
+    and their first scales to nearest by W, and corrected scales stochastically.
     """
-    return RoundingConstants("toward_zero" if cast.round.kind == "stochastic" else "nearest", 0, 32, True, False)
+    up = cast.round.kind == "stochastic" and cast.scaling.kind != "eden"
+    return RoundingConstants("toward_zero" if up else "nearest", 0, 32, True, False)
+
+
+def launch_options(cast: Cast) -> dict[str, int]:
+    """Return Triton's launch options for kernels of a cast: sums of eden's products must not become fused multiply-adds."""
+    return {"enable_fp_fusion": False} if cast.scaling.kind == "eden" else {}
 
 
 @triton.jit

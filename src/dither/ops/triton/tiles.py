@@ -146,12 +146,47 @@ def squared_error(
 
 
 @triton.jit
+def span_sums(x, P: tl.constexpr, Q: tl.constexpr, N: tl.constexpr):
+    """Return the sums of each N values of the lines of x [P, Q], [P, Q / N]: halves are added until one number remains.
+
+    Each reduction adds two numbers, so that no order is left to the compiler.
+    """
+    for i in tl.static_range(7):  # N is at most 128
+        if N >> i > 1:
+            x = tl.sum(tl.reshape(x, [P, Q // N, 2, N >> (i + 1)]), axis=2)
+    return tl.reshape(x, [P, Q // N])
+
+
+@triton.jit
+def eden_scale(
+    x, random, multiply, restore,
+    F: tl.constexpr, S: tl.constexpr, H: tl.constexpr, E: tl.constexpr, W: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
+    GQ: tl.constexpr,
+):  # fmt: skip
+    """Return the scales [P, Q / GQ], corrected and rounded by H as in `reference.scales.eden_factors`."""
+    N: tl.constexpr = S.SPAN
+    bits = scaled_bits(x, spread(multiply, P, Q, 1, GQ), S, True)
+    y, q = as_float(bits), as_float(round_bits(bits, bits, bits, F, W, True))
+    squares, projections = span_sums(y * y, P, Q, N), span_sums(y * q, P, Q, N)
+    correction = tl.where(projections == 0.0, 1.0, tl.div_rn(squares, projections))
+    wanted = as_bits(tl.reshape(tl.reshape(restore, [P, Q // N, N // GQ]) * correction[:, :, None], [P, Q // GQ]))
+    # The first random bits of each group.
+    first = (tl.arange(0, GQ) == 0)[None, None, :]
+    drawn = tl.sum(tl.where(first, tl.reshape(random, [P, Q // GQ, GQ]), 0), axis=2)
+    scale = as_float(round_bits(wanted, wanted, drawn, E, H, True))
+    return tl.where(scale < 2.0**-9, 2.0**-9, scale)
+
+
+@triton.jit
 def tile_factors(
-    x, amax, tensor,
+    x, random, amax, tensor,
     F: tl.constexpr, S: tl.constexpr, H: tl.constexpr, E: tl.constexpr, W: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
     GP: tl.constexpr, GQ: tl.constexpr, MEASURE: tl.constexpr,
 ):  # fmt: skip
-    """Return what `scales.group_factors` does, also for scalings that read the values x [P, Q] of the groups."""
+    """Return what `scales.group_factors` does, also for scalings that read the values x [P, Q] of the groups.
+
+    Only eden reads the random bits.
+    """
     if S.KIND == "quest":
         exponent = quest_exponent(tl.reshape(x, [P // GP, GP, Q // GQ, GQ]), amax)
         multiply, restore, stored = pow2_factors(exponent, amax)
@@ -164,6 +199,10 @@ def tile_factors(
         multiply = tl.where(four < six, multiply_4, multiply)
         restore = tl.where(four < six, restore_4, restore)
         stored = tl.where(four < six, stored_4, stored)
+    if S.KIND == "eden":
+        tl.static_assert(GP == 1 and Q % S.SPAN == 0, "the values that share a correction lie in one line of the tile")
+        restore = eden_scale(x, random, multiply, restore, F, S, H, E, W, P, Q, GQ)
+        stored = encode(as_bits(restore), E)
     return multiply, restore, stored
 
 
@@ -270,6 +309,7 @@ def cast_tile(
     x holds the elements from `first` on of the lines from `line0` on. `amax` has the bits for the groups unless MEASURE. Scales
     are stored only if they are measured here.
     """
+    R: tl.constexpr = W if S.KIND == "eden" else H  # the rounding of values
     line = line0 + tl.arange(0, P)
     multiply, restore = x, x
     if S.KIND != "none":
@@ -279,7 +319,7 @@ def cast_tile(
                 # Keep each magnitude in one thread instead of all that share the group: less work is repeated.
                 n: tl.constexpr = (P // GP) * (Q // GQ)
                 amax = tl.reshape(tl.gather(tl.reshape(amax, [n]), tl.arange(0, n), 0), [P // GP, Q // GQ])
-        multiply, restore, stored = tile_factors(x, amax, tensor, F, S, H, E, W, P, Q, GP, GQ, MEASURE)
+        multiply, restore, stored = tile_factors(x, random, amax, tensor, F, S, H, E, W, P, Q, GP, GQ, MEASURE)
         if MEASURE and not FAKE:
             innermost: tl.constexpr = S.KIND == "fp32" and GP == 1 and GQ == 128  # as GroupLayout.lines_innermost says
             store_scales(scale_ptr, stored, line0, first, lines, length, P, Q, GP, GQ, innermost)
@@ -290,20 +330,20 @@ def cast_tile(
         if out_ptr.dtype.element_ty == tl.int1:
             result = y.to(tl.uint32, bitcast=True) <= F.MAX_BITS  # False for NaN of either sign
         else:
-            value = as_float(round_bits(y, as_bits(x), random, F, H, True))
+            value = as_float(round_bits(y, as_bits(x), random, F, R, True))
             result = restored(value, restore, tensor, out_ptr.dtype.element_ty, S.KIND != "none", S.STORED == "e4m3", H.NATIVE)
         at = first + tl.arange(0, Q)
         inside = (line < lines)[:, None] & (at < length)[None, :]
         tl.store(out_ptr + line[:, None] * stride_line + at[None, :] * stride_element, result, mask=inside)
     elif (
         # E2M1 in its own storage with 16 random bits: eight codes at a time.
-        F == C and F.BITS == 4 and not F.INTEGER and MEASURE and S.KIND != "none" and H.NATIVE and H.BITS == 16 and WORDS
+        F == C and F.BITS == 4 and not F.INTEGER and MEASURE and S.KIND != "none" and H.NATIVE and R.BITS == 16 and WORDS
         and not RAGGED
     ):  # fmt: skip
         words = e2m1_words(limited(scaled_bits(x, multiply, S, MEASURE), F), as_bits(x), random, F, P, Q)
         store_words(out_ptr, words, line, first, lines, stride_line, Q)
     else:
-        code = tile_codes(x, multiply, random, F, C, S, H, MEASURE)
+        code = tile_codes(x, multiply, random, F, C, S, R, MEASURE)
         if RAGGED:
             code = tl.where(((first + tl.arange(0, Q)) < length)[None, :], code, 0)
         store_packed(out_ptr, code, line, first, lines, stride_line, C.BITS, WORDS, P, Q)
@@ -316,18 +356,19 @@ def tile_values(
     Q: tl.constexpr, GP: tl.constexpr, GQ: tl.constexpr,
 ):  # fmt: skip
     """Return x [P, Q] rounded to F, times the scales of its groups of GP x GQ, as DTYPE. The tensor's scale is left out."""
+    R: tl.constexpr = W if S.KIND == "eden" else H  # the rounding of values
     amax = largest(tl.reshape(tl.abs(x), [P // GP, GP, Q // GQ, GQ]), H.NATIVE)
-    multiply, restore, _ = tile_factors(x, amax, tensor, F, S, H, E, W, P, Q, GP, GQ, True)
+    multiply, restore, _ = tile_factors(x, random, amax, tensor, F, S, H, E, W, P, Q, GP, GQ, True)
     multiply, restore = spread(multiply, P, Q, GP, GQ), spread(restore, P, Q, GP, GQ)
     E4M3: tl.constexpr = F.BITS == 8 and F.BIAS == 7 and not F.INTEGER
     if E4M3 and H.NATIVE and H.KIND == "nearest" and S.STORED != "e4m3":
         value = (x * multiply).to(tl.float8e4nv).to(tl.float32)  # it saturates, and NaN stays NaN
     elif H.NATIVE and not F.HAS_NAN and not F.INTEGER:
         # The factor of a group with a NaN is NaN, and makes all of its numbers NaN.
-        magnitude = round_magnitude(limited(as_bits(tl.abs(x) * multiply), F), random, F, H)
+        magnitude = round_magnitude(limited(as_bits(tl.abs(x) * multiply), F), random, F, R)
         value = as_float(magnitude | (as_bits(x) & SIGN))
     else:
-        value = as_float(round_bits(scaled_bits(x, multiply, S, True), as_bits(x), random, F, H, True))
+        value = as_float(round_bits(scaled_bits(x, multiply, S, True), as_bits(x), random, F, R, True))
     if H.NATIVE and S.STORED == "e4m3":
         return (value * restore).to(DTYPE)  # at most 6 * 448
     elif H.NATIVE:

@@ -21,7 +21,7 @@ from dither.ops.reference.transforms import padded_shape
 from dither.ops.triton import BoundKernel, native
 from dither.ops.triton.philox import KEY_SHIFT, ROW_SHIFT, aligned, program_tile, random_elements, random_tile, tiles
 from dither.ops.triton.rounding import as_bits, draw_arguments, fields, rounding_constants, widen
-from dither.ops.triton.scales import E4M3, block_rounding, scaling_fields, store_factors, tensor_factor
+from dither.ops.triton.scales import E4M3, block_rounding, launch_options, scaling_fields, store_factors, tensor_factor
 from dither.ops.triton.tiles import cast_tile, tile_values
 from dither.spec import Cast, Transform, groups
 from dither.spec.formats import Format
@@ -265,6 +265,7 @@ def _cast_launch(
         },
         bits=scale_codes if values is not None else (2, *scale_codes),
         num_warps=warps,
+        **launch_options(cast),
     )
 
 
