@@ -27,7 +27,7 @@ from dither.spec.formats import Format
 from dither.spec.groups import GroupLayout
 from dither.spec.random import Draw
 
-BY_LEVEL = ("F", "S", "H", "W", "RUN", "A", "A_T", "COMPACT")
+BY_LEVEL = ("F", "S", "H", "W", "RUN", "A", "A_T")
 """Constants of a kernel that may differ from level to level."""
 
 BRANCHES = 4
@@ -41,13 +41,13 @@ def _both_kernel(
     C: tl.constexpr, SCALE: tl.constexpr, GQ: tl.constexpr, LONG: tl.constexpr, SHORT: tl.constexpr, EVEN: tl.constexpr,
     RAGGED: tl.constexpr, RAGGED_T: tl.constexpr, WORDS: tl.constexpr, WORDS_T: tl.constexpr, LEVELS: tl.constexpr,
     F0: tl.constexpr, S0: tl.constexpr, H0: tl.constexpr, W0: tl.constexpr, RUN0: tl.constexpr,
-    A0: tl.constexpr, A_T0: tl.constexpr, COMPACT0: tl.constexpr,
+    A0: tl.constexpr, A_T0: tl.constexpr,
     F1: tl.constexpr, S1: tl.constexpr, H1: tl.constexpr, W1: tl.constexpr, RUN1: tl.constexpr,
-    A1: tl.constexpr, A_T1: tl.constexpr, COMPACT1: tl.constexpr,
+    A1: tl.constexpr, A_T1: tl.constexpr,
     F2: tl.constexpr, S2: tl.constexpr, H2: tl.constexpr, W2: tl.constexpr, RUN2: tl.constexpr,
-    A2: tl.constexpr, A_T2: tl.constexpr, COMPACT2: tl.constexpr,
+    A2: tl.constexpr, A_T2: tl.constexpr,
     F3: tl.constexpr, S3: tl.constexpr, H3: tl.constexpr, W3: tl.constexpr, RUN3: tl.constexpr,
-    A3: tl.constexpr, A_T3: tl.constexpr, COMPACT3: tl.constexpr,
+    A3: tl.constexpr, A_T3: tl.constexpr,
 ):  # fmt: skip
     """Both layouts with tiles of 1 x GQ."""
     level = tl.load(level_ptr)
@@ -55,27 +55,27 @@ def _both_kernel(
         _quantize_both_kernel(
             x_ptr, out_ptr, scale_ptr, out_t_ptr, scale_t_ptr, step_ptr, key, row0, column0, rows, columns, stride_r, stride_c,
             out_line, out_t_line, F0, C, S0, H0, SCALE, W0, GQ, RUN0, LONG, SHORT, A0, A_T0, EVEN, RAGGED, RAGGED_T, WORDS,
-            WORDS_T, COMPACT0,
+            WORDS_T,
         )  # fmt: skip
     if level == 1:
         _quantize_both_kernel(
             x_ptr, out_ptr, scale_ptr, out_t_ptr, scale_t_ptr, step_ptr, key, row0, column0, rows, columns, stride_r, stride_c,
             out_line, out_t_line, F1, C, S1, H1, SCALE, W1, GQ, RUN1, LONG, SHORT, A1, A_T1, EVEN, RAGGED, RAGGED_T, WORDS,
-            WORDS_T, COMPACT1,
+            WORDS_T,
         )  # fmt: skip
     if LEVELS > 2:
         if level == 2:
             _quantize_both_kernel(
                 x_ptr, out_ptr, scale_ptr, out_t_ptr, scale_t_ptr, step_ptr, key, row0, column0, rows, columns, stride_r,
                 stride_c, out_line, out_t_line, F2, C, S2, H2, SCALE, W2, GQ, RUN2, LONG, SHORT, A2, A_T2, EVEN, RAGGED,
-                RAGGED_T, WORDS, WORDS_T, COMPACT2,
+                RAGGED_T, WORDS, WORDS_T,
             )  # fmt: skip
     if LEVELS > 3:
         if level == 3:
             _quantize_both_kernel(
                 x_ptr, out_ptr, scale_ptr, out_t_ptr, scale_t_ptr, step_ptr, key, row0, column0, rows, columns, stride_r,
                 stride_c, out_line, out_t_line, F3, C, S3, H3, SCALE, W3, GQ, RUN3, LONG, SHORT, A3, A_T3, EVEN, RAGGED,
-                RAGGED_T, WORDS, WORDS_T, COMPACT3,
+                RAGGED_T, WORDS, WORDS_T,
             )  # fmt: skip
 
 

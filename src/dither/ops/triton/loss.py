@@ -303,7 +303,7 @@ def _tile_codes_kernel(
             )  # fmt: skip
             cast_tile(
                 x, as_bits(x), tl.full([1, 1], 0, tl.int32), 1.0, out_ptr, scale_ptr, first_row, first_column, rows, words,
-                words, 1, F, C, S, H, SCALE, W, SHORT, LONG, 1, GQ, True, False, False, False, False,
+                words, 1, F, C, S, H, SCALE, W, SHORT, LONG, 1, GQ, True, False, False, False,
             )  # fmt: skip
     else:
         if tile < tl.cdiv(rows, LONG) * tl.cdiv(words, SHORT):
@@ -324,7 +324,7 @@ def _tile_codes_kernel(
             )  # fmt: skip
             cast_tile(
                 x, as_bits(x), tl.full([1, 1], 0, tl.int32), 1.0, out_t_ptr, scale_t_ptr, first_column, first + first_row,
-                words, total, total, 1, F, C, S, H, SCALE, W, SHORT, LONG, 1, GQ, True, False, False, False, False,
+                words, total, total, 1, F, C, S, H, SCALE, W, SHORT, LONG, 1, GQ, True, False, False, False,
             )  # fmt: skip
 
 

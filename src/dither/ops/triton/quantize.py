@@ -213,7 +213,7 @@ def _quantize_kernel(
     cast_program(
         tl.program_id(0), x_ptr, out_ptr, scale_ptr, amax_ptr, tensor_ptr, step_ptr, key, row0, column0, rows, columns, inner,
         stride_b, stride_r, stride_c, out_batch, out_line, out_element, F, C, S, H, SCALE, W, GP, GQ, RUN, ALONG_ROWS, ROWS,
-        COLUMNS, A, EVEN, MEASURE, PER_LINE, FAKE, RAGGED, WORDS, False,
+        COLUMNS, A, EVEN, MEASURE, PER_LINE, FAKE, RAGGED, WORDS,
     )  # fmt: skip
 
 
@@ -223,7 +223,7 @@ def _quantize_both_kernel(
     out_line, out_t_line,
     F: tl.constexpr, C: tl.constexpr, S: tl.constexpr, H: tl.constexpr, SCALE: tl.constexpr, W: tl.constexpr, GQ: tl.constexpr,
     RUN: tl.constexpr, LONG: tl.constexpr, SHORT: tl.constexpr, A: tl.constexpr, A_T: tl.constexpr, EVEN: tl.constexpr,
-    RAGGED: tl.constexpr, RAGGED_T: tl.constexpr, WORDS: tl.constexpr, WORDS_T: tl.constexpr, COMPACT: tl.constexpr,
+    RAGGED: tl.constexpr, RAGGED_T: tl.constexpr, WORDS: tl.constexpr, WORDS_T: tl.constexpr,
 ):  # fmt: skip
     """Cast a matrix in tiles along both axes: even programs along the columns, odd ones along the rows.
 
@@ -238,14 +238,14 @@ def _quantize_both_kernel(
             cast_program(
                 tile, x_ptr, out_ptr, scale_ptr, x_ptr, x_ptr, step_ptr, key, row0, column0, rows, columns, 1, 0, stride_r,
                 stride_c, 0, out_line, 1, F, C, S, H, SCALE, W, 1, GQ, RUN, False, SHORT, LONG, A, EVEN, True, False, False,
-                RAGGED, WORDS, False,
+                RAGGED, WORDS,
             )  # fmt: skip
     else:
         if tile < tl.cdiv(rows, LONG) * tl.cdiv(columns, SHORT):
             cast_program(
                 tile, x_ptr, out_t_ptr, scale_t_ptr, x_ptr, x_ptr, step_ptr, key, row0, column0, rows, columns, 1, 0, stride_r,
                 stride_c, 0, out_t_line, 1, F, C, S, H, SCALE, W, 1, GQ, RUN, True, LONG, SHORT, A_T, EVEN, True, False, False,
-                RAGGED_T, WORDS_T, COMPACT,
+                RAGGED_T, WORDS_T,
             )  # fmt: skip
 
 
@@ -525,11 +525,9 @@ def _both_launch(
     words = {"WORDS": line % 4 == 0, "WORDS_T": line_t % 4 == 0}
     scale_codes = () if scales == torch.float32 else (2, 4)
     if cast.group.kind == "tile":
-        LONG, SHORT, A, A_T, warps, registers, COMPACT = _both_shape(
-            cast.group.size, dtype.itemsize, constants["RUN"], drawn[0]
-        )
+        LONG, SHORT, A, A_T, warps, registers = _both_shape(cast.group.size, dtype.itemsize, constants["RUN"], drawn[0])
         count = max(tiles(1, rows, columns, SHORT, LONG), tiles(1, rows, columns, LONG, SHORT))[0]
-        constants |= {"GQ": cast.group.size, "LONG": LONG, "SHORT": SHORT, "A": A, "A_T": A_T, "COMPACT": COMPACT}
+        constants |= {"GQ": cast.group.size, "LONG": LONG, "SHORT": SHORT, "A": A, "A_T": A_T}
         constants |= {"EVEN": rows % LONG == columns % LONG == 0, "RAGGED": bool(columns % 8), "RAGGED_T": bool(rows % 8)}
         return BoundKernel(
             _quantize_both_kernel,
@@ -718,14 +716,14 @@ def _rows_a_thread(elements: int, warps: int, run: int) -> int:
     return elements // (32 * warps * run)
 
 
-def _both_shape(size: int, itemsize: int, run: int, drawn: bool) -> tuple[int, int, int, int, int, int | None, bool]:
-    """Return (length along groups, lines, A along columns, A along rows, warps, registers, COMPACT) for both layouts."""
+def _both_shape(size: int, itemsize: int, run: int, drawn: bool) -> tuple[int, int, int, int, int, int | None]:
+    """Return (length along groups, lines, A along columns, A along rows, warps, registers) for both layouts."""
     long = max(size, 128)
     short = max(16, 8192 // long)
     if drawn:
         # 128 registers let four programs run at once. float32 needs twice as many for x and would spill.
-        return long, short, 4, _rows_a_thread(long * short, 4, run), 4, 128 if itemsize == 2 else None, False
-    return long, short, 4, 8 * itemsize, 4, REGISTERS, False
+        return long, short, 4, _rows_a_thread(long * short, 4, run), 4, 128 if itemsize == 2 else None
+    return long, short, 4, 8 * itemsize, 4, REGISTERS
 
 
 def _once_shape(size: int) -> tuple[int, int, int, int, int | None]:

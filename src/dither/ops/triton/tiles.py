@@ -16,7 +16,6 @@ Legend:
     EVEN           tiles cover the matrix exactly: loads need no mask
     RAGGED         lines end inside a packed byte or word: the rest of it is filled with zeros
     WORDS          stored lines are multiples of 4 bytes, so that 4-bit codes are stored as words
-    COMPACT        compute each scale in one thread, see `cast_tile`
     APART          one register per FP8 code, see `fp8_codes`
 """
 
@@ -302,7 +301,7 @@ def cast_tile(
     x, random, amax, tensor, out_ptr, scale_ptr, line0, first, lines, length, stride_line, stride_element,
     F: tl.constexpr, C: tl.constexpr, S: tl.constexpr, H: tl.constexpr, E: tl.constexpr, W: tl.constexpr, P: tl.constexpr,
     Q: tl.constexpr, GP: tl.constexpr, GQ: tl.constexpr, MEASURE: tl.constexpr, FAKE: tl.constexpr, RAGGED: tl.constexpr,
-    WORDS: tl.constexpr, COMPACT: tl.constexpr,
+    WORDS: tl.constexpr,
 ):  # fmt: skip
     """Cast x [P, Q] and store codes (or values, if FAKE) and scales.
 
@@ -315,10 +314,6 @@ def cast_tile(
     if S.KIND != "none":
         if MEASURE:
             amax = largest(tl.reshape(tl.abs(x), [P // GP, GP, Q // GQ, GQ]), H.NATIVE)
-            if COMPACT:
-                # Keep each magnitude in one thread instead of all that share the group: less work is repeated.
-                n: tl.constexpr = (P // GP) * (Q // GQ)
-                amax = tl.reshape(tl.gather(tl.reshape(amax, [n]), tl.arange(0, n), 0), [P // GP, Q // GQ])
         multiply, restore, stored = tile_factors(x, random, amax, tensor, F, S, H, E, W, P, Q, GP, GQ, MEASURE)
         if MEASURE and not FAKE:
             innermost: tl.constexpr = S.KIND == "fp32" and GP == 1 and GQ == 128  # as GroupLayout.lines_innermost says
@@ -419,7 +414,7 @@ def cast_program(
     F: tl.constexpr, C: tl.constexpr, S: tl.constexpr, H: tl.constexpr, SCALE: tl.constexpr, W: tl.constexpr, GP: tl.constexpr,
     GQ: tl.constexpr, RUN: tl.constexpr, ALONG_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, A: tl.constexpr,
     EVEN: tl.constexpr, MEASURE: tl.constexpr, PER_LINE: tl.constexpr, FAKE: tl.constexpr, RAGGED: tl.constexpr,
-    WORDS: tl.constexpr, COMPACT: tl.constexpr,
+    WORDS: tl.constexpr,
 ):  # fmt: skip
     """Load tile number `program`, draw its random bits, and cast it along its columns or (ALONG_ROWS) transposed."""
     N: tl.constexpr = ROWS * COLUMNS
@@ -454,5 +449,5 @@ def cast_program(
     groups = ((lines + GP - 1) // GP) * ((length + GQ - 1) // GQ)
     cast_tile(
         x, random, amax, tensor, out_ptr + batch * out_batch, scale_ptr + batch * groups, first_line, first, lines, length,
-        out_line, out_element, F, C, S, H, SCALE, W, P, Q, GP, GQ, MEASURE, FAKE, RAGGED, WORDS, COMPACT,
+        out_line, out_element, F, C, S, H, SCALE, W, P, Q, GP, GQ, MEASURE, FAKE, RAGGED, WORDS,
     )  # fmt: skip

@@ -127,7 +127,7 @@ def _cast_transformed_kernel(
         amax = tl.full([1, 1], 0, tl.int32)
         cast_tile(
             x, random, amax, tensor, out_ptr, scale_ptr, first_line, first, lines, padded, out_line, 1, F, C, S, H, E, W, P, Q,
-            1, GQ, True, False, False, True, False,
+            1, GQ, True, False, False, True,
         )  # fmt: skip
 
 
