@@ -517,6 +517,9 @@ def test_compiled_blocks_are_recomputed(kind):
         assert len(runs) == 2 * blocks
         for expected, found in zip(plain.parameters(), each.parameters(), strict=True):
             assert torch.equal(expected.grad, found.grad)
+    compile_blocks(compiled := make(TINY))
+    with pytest.raises(UserError, match=r"'model.layers.0' is compiled already.*first dither.parallelize"):
+        recompute_blocks(compiled, kind)
 
 
 @pytest.mark.parametrize(

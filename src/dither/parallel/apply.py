@@ -199,7 +199,12 @@ def recompute_blocks(model: nn.Module, kind: Literal["full", "selective"]) -> No
     options: dict[str, Any] = {}
     if kind == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
-    for block in find_blocks(model).values():
+    for name, block in find_blocks(model).items():
+        if block._compiled_call_impl is not None:
+            raise UserError(
+                f"The block {name!r} is compiled already, and checkpointing recomputes it from outside: first "
+                "dither.parallelize(model, mesh), then dither.compile(model)."
+            )
         checkpoint(block, use_reentrant=False, **options)
 
 
