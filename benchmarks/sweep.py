@@ -24,11 +24,11 @@ CUDA = torch.device("cuda")
 
 SQUARES = [(8, 8, 64), (8, 8, 80), (8, 8, None), (4, 8, 80), (4, 16, 64), (4, 16, 56), (16, 4, None)]
 DRAWN = [
-    *((128, 64, 4, 8, 4, registers, compact) for registers in (None, 128, 112, 96) for compact in (False, True)),
-    (128, 64, 8, 8, 4, 128, False),
-    (128, 128, 4, 8, 8, 128, False),
-    (128, 128, 4, 8, 8, 112, False),
-    (128, 32, 4, 4, 4, None, False),
+    *((128, 64, 4, 8, 4, registers) for registers in (None, 128, 112, 96)),
+    (128, 64, 8, 8, 4, 128),
+    (128, 128, 4, 8, 8, 128),
+    (128, 128, 4, 8, 8, 112),
+    (128, 32, 4, 4, 4, None),
 ]
 ONCE = [
     *((64, 128, 8, 4, registers) for registers in (None, 96, 80)),

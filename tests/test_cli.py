@@ -35,6 +35,8 @@ from dither.train.resume import resolved
 from dither.versions import has_triton
 
 ROOT = Path(__file__).parent.parent
+BF16_UNITS = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+"""Without them a CPU may not multiply FP8."""
 
 
 def run(*arguments, **options):
@@ -228,8 +230,7 @@ def test_doctor_finds_that_all_bits_agree(share, capsys, monkeypatch):
     rows = {cells[0]: cells[1:] for cells in (re.split(r"\s{2,}", line.strip()) for line in lines)}
     assert rows["torch"] == [torch.__version__]
     assert rows["cpu"][0].endswith(f"{os.cpu_count()} cores")
-    units = torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()  # without them a CPU may not multiply FP8
-    assert rows["fp8, tensor scales"][0] == "yes" or not units
+    assert rows["fp8, tensor scales"][0] == "yes" or not (torch.cuda.is_available() or BF16_UNITS)
     across = "0" if torch.cuda.is_available() else "not run"
     every = enumerate(self_test.operations(doctor.ELEMENTS))
     todo = [job for place, job in every if place // 2 % share == 0 or torch.cuda.is_available()]
@@ -382,8 +383,7 @@ def test_products_on_the_cpu():
     found = {product.name: product for product in doctor.products("cpu")}
     assert len(found) == 9
     for name in ("bf16", "fp16", "fp8, tensor scales", "fp8, row scales"):
-        units = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # without them a CPU may not multiply FP8
-        assert found[name].passed or (name.startswith("fp8") and not units), found[name]
+        assert found[name].passed or (name.startswith("fp8") and not BF16_UNITS), found[name]
     for name in ("MXFP8", "MXFP4", "NVFP4"):
         assert not found[name].passed
         assert found[name].note

@@ -196,7 +196,6 @@ def saved(run: Path) -> dict[str, torch.Tensor]:
     return dither.checkpoint.load(run / "checkpoints" / "step-00000004")[0]
 
 
-@pytest.mark.sampled(only=["o2"])
 def assert_resumes(run, tmp_path):
     """Resume a copy of a run before its last checkpoint, and compare all bits; return the tensors of the last checkpoint."""
     again = tmp_path / "again"
@@ -209,6 +208,7 @@ def assert_resumes(run, tmp_path):
     return first
 
 
+@pytest.mark.sampled(only=["o2"])
 @pytest.mark.parametrize("mode", ["o2", "bf16-sr"])
 def test_a_run_exports_the_codes_of_its_weights_also_where_masters_differ(base, mode, tmp_path):
     teach = (f"qat.teacher={base / 'base'}", "qat.top_k=8", f"qat.cache={tmp_path / 'cache'}")
