@@ -54,7 +54,7 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
     if has_limit:
         options.setdefault("recompile_limit", GRAPHS)
     for block in blocks.values():
-        if checkpoint.state(block) is not None:  # its hooks cannot be compiled: they call the compiled forward pass
+        if checkpoint.state(block) is not None:  # its hooks cannot be compiled, the forward pass that they call can
             block.forward = types.MethodType(_Limited(torch.compile(type(block).forward, **options)), block)
             continue
         block.compile(**options)
@@ -119,7 +119,7 @@ def block_variants(model: nn.Module) -> frozenset[object]:
 
 
 class _Limited:
-    """A compiled function with a limit of its own on its graphs, also for versions of torch whose `compile` takes none."""
+    """A compiled function with a limit of its own on its graphs, whether or not `torch.compile` takes one."""
 
     def __init__(self, compiled: Any) -> None:
         self.compiled = compiled

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from dither.errors import UserError
-from dither.nn.compile import find_blocks
+from dither.nn.compile import compiled_modules, find_blocks
 from dither.nn.linear import Linear
 from dither.nn.sharded.gather import CodedShard, WeightGather, gather_problem
 from dither.nn.sharded.scales import RowShard
@@ -199,8 +199,9 @@ def recompute_blocks(model: nn.Module, kind: Literal["full", "selective"]) -> No
     options: dict[str, Any] = {}
     if kind == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+    compiled = compiled_modules(model)
     for name, block in find_blocks(model).items():
-        if block._compiled_call_impl is not None:
+        if name in compiled:
             raise UserError(
                 f"The block {name!r} is compiled already, and checkpointing recomputes it from outside: first "
                 "dither.parallelize(model, mesh), then dither.compile(model)."

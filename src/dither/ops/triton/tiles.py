@@ -12,7 +12,7 @@ Legend:
     A, RUN         arrangement of a thread's elements, see `element_coordinates`
     MEASURE        scales come from the groups of this tile; else `amax` is passed in
     PER_LINE       without MEASURE: one `amax` per line, else one for the tensor
-    FAKE           store values instead of codes; in memory of bools, where the cast clips nothing
+    FAKE           store values instead of codes or, in a bool tensor, True where the cast clips nothing
     EVEN           tiles cover the matrix exactly: loads need no mask
     RAGGED         lines end inside a packed byte or word: the rest of it is filled with zeros
     WORDS          stored lines are multiples of 4 bytes, so that 4-bit codes are stored as words
