@@ -1,14 +1,15 @@
 """Hadamard transforms before casts, as in `dither.ops.reference.transforms`: the same additions in the same order, in one pass.
 
-A kernel transforms a tile and casts it at once: x is read once, or twice for nvfp4, whose tensor scale comes first.
+A kernel transforms a tile and casts it at once: x is read once, or twice for nvfp4, whose tensor scale comes first. A thread
+loads whole groups of neighbours, or as much of them as its registers hold, so that most rounds move nothing between threads.
 
-Legend: a program has a tile of P lines of Q elements along the axis that is transformed; SIZE is the width, 2^ROUNDS. The other
-constants are those of `dither.ops.triton.tiles`. SIGNS is "plain", "fixed" (signs_ptr has them) or "redrawn" (signs_ptr has the
-place, int64[3], where a program draws them).
+Legend: SIZE is the width of the transform, 2^ROUNDS, and SCALE its factor. ACROSS transforms the columns of x, otherwise its
+rows are transformed. SIGNS is "plain", "fixed" (signs_ptr has them) or "redrawn" (signs_ptr has the place, int64[3], where a
+program draws them). x has `rows` and `columns`; the result ends with zeros up to `out_rows` and `out_columns`. The other
+constants are those of `dither.ops.triton.tiles`.
 """
 
 import functools
-from typing import Any
 
 import torch
 import triton
@@ -18,124 +19,149 @@ from torch import Tensor
 from dither.ops import storage
 from dither.ops.reference import transforms as reference
 from dither.ops.reference.transforms import padded_shape
-from dither.ops.triton import BoundKernel, native
-from dither.ops.triton.philox import KEY_SHIFT, ROW_SHIFT, aligned, program_tile, random_elements, random_tile, tiles
-from dither.ops.triton.rounding import as_bits, draw_arguments, fields, rounding_constants, widen
+from dither.ops.triton import BoundKernel
+from dither.ops.triton.philox import KEY_SHIFT, aligned, program_tile, random_elements, tiles
+from dither.ops.triton.rounding import as_bits, draw_arguments, fields, rounding_constants
 from dither.ops.triton.scales import E4M3, block_rounding, launch_options, scaling_fields, store_factors, tensor_factor
-from dither.ops.triton.tiles import cast_tile, tile_values
+from dither.ops.triton.tiles import cast_tile, element_coordinates, load_tile, tile_values
 from dither.spec import Cast, Transform, groups
 from dither.spec.formats import Format
 from dither.spec.random import Draw
 
 
 @triton.jit
-def transformed_tile(
-    x_ptr, signs_ptr, line, at, lines, length, stride_line, stride_element,
-    SIZE: tl.constexpr, ROUNDS: tl.constexpr, SCALE: tl.constexpr, SIGNS: tl.constexpr, NATIVE: tl.constexpr, P: tl.constexpr,
-    Q: tl.constexpr,
-):  # fmt: skip
-    """Return H (signs x) / sqrt(SIZE) of each SIZE elements of a tile [P, Q]; elements beyond lines and their lengths are 0.
+def hadamard(v, M: tl.constexpr, LENGTH: tl.constexpr, N: tl.constexpr):
+    """Return H v along axis 1 of v [M, LENGTH, N], without its factor.
 
-    Signs are those of `reference.transforms.signs`.
-
-    A round turns neighbours (a, b) into (a + b, a - b), and moves sums before differences: ROUNDS of them make H.
+    A round turns neighbours (a, b) into (a + b, a - b), and moves sums before differences: log2(LENGTH) of them make H.
     """
-    inside = (line < lines)[:, None] & (at < length)[None, :]
-    x = widen(tl.load(x_ptr + line[:, None] * stride_line + at[None, :] * stride_element, mask=inside, other=0.0), NATIVE)
+    for i in tl.static_range(7):  # LENGTH is at most 128
+        if LENGTH >> i > 1:
+            a, b = tl.split(tl.permute(tl.reshape(v, [M, LENGTH // 2, 2, N]), (0, 1, 3, 2)))
+            v = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 3, 1, 2)), [M, LENGTH, N])
+    return v
+
+
+@triton.jit
+def draw_signs(signs_ptr, SIZE: tl.constexpr, SIGNS: tl.constexpr):
+    """Return the signs of a group, [SIZE], those of `reference.transforms.signs`."""
+    at = tl.arange(0, SIZE)
     if SIGNS == "fixed":
-        x = x * tl.load(signs_ptr + at % SIZE)[None, :]
-    if SIGNS == "redrawn":
+        return tl.load(signs_ptr + at)
+    else:
         step, key = tl.load(signs_ptr).to(tl.uint32), tl.load(signs_ptr + KEY_SHIFT)
-        x = x * (1.0 - 2.0 * (random_elements(key, step, at * 0, at % SIZE, 8) & 1).to(tl.float32))[None, :]
-    v = tl.reshape(x, [P, Q // SIZE, SIZE // 2, 2])
-    for _ in tl.static_range(ROUNDS):
-        a, b = tl.split(v)
-        v = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), [P, Q // SIZE, SIZE // 2, 2])
-    return tl.reshape(v, [P, Q]) * SCALE
+        return 1.0 - 2.0 * (random_elements(key, step, at * 0, at, 8) & 1).to(tl.float32)
 
 
 @triton.jit
-def _transform_kernel(
-    x_ptr, signs_ptr, out_ptr, lines, length, padded, stride_line, stride_element, out_line, out_element,
-    SIZE: tl.constexpr, ROUNDS: tl.constexpr, SCALE: tl.constexpr, SIGNS: tl.constexpr, NATIVE: tl.constexpr, P: tl.constexpr,
-    Q: tl.constexpr,
+def transformed(
+    x, signs_ptr, SIZE: tl.constexpr, SCALE: tl.constexpr, SIGNS: tl.constexpr, ACROSS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, A: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """Store a transformed tile; lines end with zeros up to `padded`."""
-    _, first_line, first = program_tile(tl.program_id(0), lines, padded, P, Q)
-    line, at = first_line + tl.arange(0, P), first + tl.arange(0, Q)
-    result = transformed_tile(
-        x_ptr, signs_ptr, line, at, lines, length, stride_line, stride_element, SIZE, ROUNDS, SCALE, SIGNS, NATIVE, P, Q
-    )
-    out = out_ptr + line[:, None] * out_line + at[None, :] * out_element
-    tl.store(out, result, mask=(line < lines)[:, None] & (at < padded)[None, :])
+    """Return H (signs x) * SCALE of each SIZE elements of a tile that `load_tile` brought, in the same order [N]."""
+    N: tl.constexpr = ROWS * COLUMNS
+    if ACROSS:
+        # The first rounds are among the A neighbouring rows of a thread, the others among threads.
+        B: tl.constexpr = SIZE // A
+        v = tl.reshape(x, [A, ROWS // SIZE, B, COLUMNS])
+        if SIGNS != "plain":
+            signs = draw_signs(signs_ptr, SIZE, SIGNS)
+            if B == 1:
+                v *= signs[:, None, None, None]
+            else:
+                v *= tl.permute(tl.reshape(signs, [B, A]), (1, 0))[:, None, :, None]
+        v = hadamard(tl.reshape(v, [1, A, N // A]), 1, A, N // A)
+        if B > 1:
+            v = hadamard(tl.reshape(v, [N // B // COLUMNS, B, COLUMNS]), N // B // COLUMNS, B, COLUMNS)
+        return tl.reshape(v, [N]) * SCALE
+    else:
+        v = tl.reshape(as_lines(x, ROWS, COLUMNS, A, RUN, ACROSS), [N // SIZE, SIZE])
+        if SIGNS != "plain":
+            v *= draw_signs(signs_ptr, SIZE, SIGNS)[None, :]
+        v = hadamard(tl.reshape(v, [N // SIZE, SIZE, 1]), N // SIZE, SIZE, 1)
+        return as_loaded(tl.reshape(v, [ROWS, COLUMNS]), ROWS, COLUMNS, A, RUN, ACROSS) * SCALE
 
 
 @triton.jit
-def _transformed_amax_kernel(
-    x_ptr, signs_ptr, amax_ptr, lines, length, padded, stride_line, stride_element,
-    SIZE: tl.constexpr, ROUNDS: tl.constexpr, SCALE: tl.constexpr, SIGNS: tl.constexpr, NATIVE: tl.constexpr, P: tl.constexpr,
-    Q: tl.constexpr,
-):  # fmt: skip
-    """Raise int32 bits to those of the largest magnitude of a transformed tile."""
-    _, first_line, first = program_tile(tl.program_id(0), lines, padded, P, Q)
-    line, at = first_line + tl.arange(0, P), first + tl.arange(0, Q)
-    x = transformed_tile(
-        x_ptr, signs_ptr, line, at, lines, length, stride_line, stride_element, SIZE, ROUNDS, SCALE, SIGNS, NATIVE, P, Q
-    )
-    tl.atomic_max(amax_ptr, tl.max(tl.max(as_bits(tl.abs(x)), axis=1), axis=0), sem="relaxed")
+def as_lines(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, A: tl.constexpr, RUN: tl.constexpr, ACROSS: tl.constexpr):
+    """Return elements in the order of loading, [N], as a tile [ROWS, COLUMNS], or (ACROSS) as its transpose."""
+    if ACROSS:
+        return tl.reshape(tl.permute(tl.reshape(x, [A, ROWS // A, COLUMNS]), (2, 1, 0)), [COLUMNS, ROWS])
+    else:
+        return tl.reshape(tl.permute(tl.reshape(x, [A, ROWS * COLUMNS // (A * RUN), RUN]), (1, 0, 2)), [ROWS, COLUMNS])
+
+
+@triton.jit
+def as_loaded(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, A: tl.constexpr, RUN: tl.constexpr, ACROSS: tl.constexpr):
+    """Return what `as_lines` returned in the order of loading, [N]."""
+    if ACROSS:
+        return tl.reshape(tl.permute(tl.reshape(x, [COLUMNS, ROWS // A, A]), (2, 1, 0)), [ROWS * COLUMNS])
+    else:
+        return tl.reshape(tl.permute(tl.reshape(x, [ROWS * COLUMNS // (A * RUN), A, RUN]), (1, 0, 2)), [ROWS * COLUMNS])
 
 
 @triton.jit(do_not_specialize=["key", "row0", "column0"])
-def _cast_transformed_kernel(
-    x_ptr, signs_ptr, out_ptr, scale_ptr, tensor_ptr, amax_ptr, step_ptr, key, row0, column0, lines, length, padded,
-    stride_line, stride_element, out_line, out_element,
-    SIZE: tl.constexpr, ROUNDS: tl.constexpr, SCALE: tl.constexpr, SIGNS: tl.constexpr, NATIVE: tl.constexpr, P: tl.constexpr,
-    Q: tl.constexpr, F: tl.constexpr, C: tl.constexpr, S: tl.constexpr, H: tl.constexpr, E: tl.constexpr, W: tl.constexpr,
-    GQ: tl.constexpr, ACROSS: tl.constexpr, VALUES: tl.constexpr,
+def _transform_kernel(
+    x_ptr, signs_ptr, out_ptr, scale_ptr, tensor_ptr, amax_ptr, step_ptr, key, row0, column0, rows, columns, out_rows,
+    out_columns, stride_r, stride_c, out_line,
+    MAKE: tl.constexpr, SIZE: tl.constexpr, SCALE: tl.constexpr, SIGNS: tl.constexpr, ACROSS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, A: tl.constexpr, RUN: tl.constexpr, EVEN: tl.constexpr, H: tl.constexpr,
+    F: tl.constexpr, C: tl.constexpr, S: tl.constexpr, E: tl.constexpr, W: tl.constexpr, GQ: tl.constexpr,
 ):  # fmt: skip
-    """Transform a tile and cast it in groups of GQ: store codes and scales, or (VALUES) codes times scales.
+    """Transform a tile, and MAKE of it:
 
-    Lines are the rows of x, or (ACROSS) its columns. The random bits are those of the transformed matrix.
+    numbers   the transformed tile
+    amax      raise int32 bits to those of its largest magnitude
+    codes     codes and scales of groups of GQ
+    values    codes times scales
+
+    The random bits are those of the transformed matrix.
     """
-    _, first_line, first = program_tile(tl.program_id(0), lines, padded, P, Q)
-    line, at = first_line + tl.arange(0, P), first + tl.arange(0, Q)
-    x = transformed_tile(
-        x_ptr, signs_ptr, line, at, lines, length, stride_line, stride_element, SIZE, ROUNDS, SCALE, SIGNS, NATIVE, P, Q
-    )
-    random = as_bits(x)
-    if H.KIND == "stochastic":
-        step = tl.load(step_ptr).to(tl.uint32)
-        top, left = row0 + (first if ACROSS else first_line), column0 + (first_line if ACROSS else first)
-        if H.MOVED:
-            top += tl.load(step_ptr + ROW_SHIFT)
-            key += tl.load(step_ptr + KEY_SHIFT)
-        top, left = top.to(tl.uint32), left.to(tl.uint32)
-        if ACROSS:
-            random = tl.trans(random_tile(key, step, top, left, Q, P, H.WIDTH, H.ALIGNED))
-        else:
-            random = random_tile(key, step, top, left, P, Q, H.WIDTH, H.ALIGNED)
-    tensor = 1.0
-    if S.STORED == "e4m3":
-        tensor = tensor_factor(tl.load(amax_ptr), S)
-        if tl.program_id(0) == 0:
-            tl.store(tensor_ptr, tensor)
-    if VALUES:
-        value = tile_values(x, random, tensor, out_ptr.dtype.element_ty, F, S, H, E, W, P, Q, 1, GQ)
-        out = out_ptr + line[:, None] * out_line + at[None, :] * out_element
-        tl.store(out, value, mask=(line < lines)[:, None] & (at < padded)[None, :])
+    _, first_row, first_column = program_tile(tl.program_id(0), out_rows, out_columns, ROWS, COLUMNS)
+    x, random = load_tile(
+        x_ptr + first_row * stride_r + first_column * stride_c, step_ptr, key, row0 + first_row, column0 + first_column,
+        rows - first_row, columns - first_column, 1, stride_r, stride_c, H, RUN, ACROSS, ROWS, COLUMNS, A, EVEN, True,
+    )  # fmt: skip
+    x = transformed(x, signs_ptr, SIZE, SCALE, SIGNS, ACROSS, ROWS, COLUMNS, A, RUN)
+    if MAKE == "amax":
+        tl.atomic_max(amax_ptr, tl.max(as_bits(tl.abs(x))), sem="relaxed")
     else:
-        amax = tl.full([1, 1], 0, tl.int32)
-        cast_tile(
-            x, random, amax, tensor, out_ptr, scale_ptr, first_line, first, lines, padded, out_line, 1, F, C, S, H, E, W, P, Q,
-            1, GQ, True, False, False, True,
-        )  # fmt: skip
+        tensor = 1.0
+        if S.STORED == "e4m3":
+            tensor = tensor_factor(tl.load(amax_ptr), S)
+            if tl.program_id(0) == 0:
+                tl.store(tensor_ptr, tensor)
+        P: tl.constexpr = COLUMNS if ACROSS else ROWS
+        Q: tl.constexpr = ROWS if ACROSS else COLUMNS
+        if MAKE != "numbers":
+            x, random = as_lines(x, ROWS, COLUMNS, A, RUN, ACROSS), as_lines(random, ROWS, COLUMNS, A, RUN, ACROSS)
+        if MAKE == "codes":
+            first_line, first, lines, length = first_row, first_column, out_rows, out_columns
+            if ACROSS:
+                first_line, first, lines, length = first_column, first_row, out_columns, out_rows
+            cast_tile(
+                x, random, tl.full([1, 1], 0, tl.int32), tensor, out_ptr, scale_ptr, first_line, first, lines, length, out_line,
+                1, F, C, S, H, E, W, P, Q, 1, GQ, True, False, False, True,
+            )  # fmt: skip
+        else:
+            if MAKE == "values":
+                x = tile_values(x, random, tensor, out_ptr.dtype.element_ty, F, S, H, E, W, P, Q, 1, GQ)
+                x = as_loaded(x, ROWS, COLUMNS, A, RUN, ACROSS)
+            # Stored in the order of loading, nothing changes threads.
+            row, column = element_coordinates(tl.arange(0, P * Q), P * Q, COLUMNS, A, RUN, ACROSS)
+            out = out_ptr + first_row * out_line + first_column + row.to(tl.int64) * out_line + column
+            if EVEN:
+                tl.store(out, x)
+            else:
+                tl.store(out, x, mask=(first_row + row < out_rows) & (first_column + column < out_columns))
 
 
 def transform(x: Tensor, transforming: Transform, axis: int, place: Tensor | None) -> Tensor:
     """Return the matrix x, transformed along `axis`: float32, with that axis padded by zeros to a multiple of the width."""
     out = torch.empty(padded_shape(x, transforming, axis), dtype=torch.float32, device=x.device)
     if out.numel():
-        _launch(tuple(x.shape), x.stride(), x.dtype, x.device, transforming, axis)(x, _signs(transforming, place, out), out)
+        launch = _launch(tuple(x.shape), x.stride(), x.dtype, x.device, transforming, axis, "numbers")
+        launch(x, _signs(transforming, place, out), out, out, out, out, *draw_arguments(None))
     return out
 
 
@@ -143,16 +169,15 @@ def quantize(
     x: Tensor, cast: Cast, axis: int, draw: Draw | None, place: Tensor | None, container: Format
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (codes of the transformed matrix x, scales of its tiles, scale of the tensor), in one launch, or two for nvfp4."""
-    transformed = x.new_empty(1).expand(padded_shape(x, cast.transforming, axis))
-    values, scale = storage.known_empty_outputs(transformed, cast.without_transform, axis, container)
-    tensor = _cast(x, cast, axis, draw, place, container, values, scale, values=False)
-    return values, scale, tensor
+    padded = x.new_empty(1).expand(padded_shape(x, cast.transforming, axis))
+    values, scale = storage.known_empty_outputs(padded, cast.without_transform, axis, container)
+    return values, scale, _cast(x, cast, axis, draw, place, values, scale, container)
 
 
 def quantize_values(x: Tensor, cast: Cast, axis: int, draw: Draw | None, place: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return codes times the scales of their tiles in BF16, [R, C] with the padding, and the scale of the tensor."""
     values = torch.empty(padded_shape(x, cast.transforming, axis), dtype=torch.bfloat16, device=x.device)
-    return values, _cast(x, cast, axis, draw, place, cast.element, values, values, values=True)
+    return values, _cast(x, cast, axis, draw, place, values, values, None)
 
 
 def _cast(
@@ -161,13 +186,11 @@ def _cast(
     axis: int,
     draw: Draw | None,
     place: Tensor | None,
-    container: Format,
     out: Tensor,
     scale: Tensor,
-    *,
-    values: bool,
+    container: Format | None,
 ) -> Tensor:
-    """Write codes and scales, or values, and return the scale of the tensor; empty but for nvfp4."""
+    """Write codes in a container and scales, or (None) values, and return the scale of the tensor; empty but for nvfp4."""
     two_level, bare = cast.scaling.two_level, cast.without_transform
     tensor = torch.empty(() if two_level else (0,), dtype=torch.float32, device=x.device)
     amax = torch.zeros((), dtype=torch.int32, device=x.device)
@@ -178,9 +201,9 @@ def _cast(
     signs = _signs(cast.transforming, place, amax)
     kind = tuple(x.shape), x.stride(), x.dtype, x.device, cast.transforming, axis
     if two_level:
-        _amax_launch(*kind)(x, signs, amax)
+        _launch(*kind, "amax")(x, signs, amax, amax, amax, amax, *draw_arguments(None))
     drawn = draw is not None, draw is not None and draw.step.dim() == 1, aligned(draw, cast.round.width)
-    launch = _cast_launch(*kind, bare, container, drawn, out.stride() if values else None)
+    launch = _launch(*kind, "values" if container is None else "codes", bare, container or cast.element, drawn)
     launch(x, signs, out, scale, tensor, amax, *draw_arguments(draw))
     return tensor
 
@@ -193,6 +216,10 @@ def _signs(transforming: Transform, place: Tensor | None, other: Tensor) -> Tens
     return other if transforming.signs == "plain" else reference.signs(transforming, None, other.device)
 
 
+PLAIN = Cast.parse("fp32")
+"""The cast of kernels that cast nothing."""
+
+
 @functools.lru_cache(maxsize=4096)
 def _launch(
     shape: tuple[int, int],
@@ -201,89 +228,49 @@ def _launch(
     device: torch.device,
     transforming: Transform,
     axis: int,
+    make: str,
+    cast: Cast = PLAIN,
+    container: Format = PLAIN.element,
+    drawn: tuple[bool, bool, bool] = (False, False, True),
 ) -> BoundKernel:
-    """Return the kernel for matrices of this shape. The dtype is part of the cache key."""
-    programs, numbers, constants, warps = _work(shape, stride, device, transforming, axis)
-    columns = shape[1] if axis == 0 else numbers[2]
+    """Return the kernel for matrices of this shape.
+
+    make: "numbers", "amax", "codes" or "values".
+    drawn: random bits are drawn, the device shifts rows and key, the tensor begins at a Philox block.
+    """
+    size, across = transforming.size, axis == 0
+    (rows, columns), out = shape, list(shape)
+    out[axis] = -(-shape[axis] // size) * size
+    run = max(16 // dtype.itemsize, 128 // cast.round.width if drawn[0] else 0)
+    # A thread has A rows of a run of columns, or A runs of one row: 128 elements at most, for its registers.
+    A = max(1, min(size, 128 // run) if across else min(64, max(size, 32)) // run)
+    COLUMNS, warps = 64 if across else 128, 4
+    ROWS = 32 * run * A * warps // COLUMNS
+    scale_codes = () if make != "codes" or cast.scaling.storage == "fp32" else (3,)
     return BoundKernel(
         _transform_kernel,
-        programs,
-        (*numbers, *((columns, 1) if axis == 1 else (1, columns))),
-        constants,
-        num_warps=warps,
-    )
-
-
-@functools.lru_cache(maxsize=4096)
-def _amax_launch(
-    shape: tuple[int, int],
-    stride: tuple[int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    transforming: Transform,
-    axis: int,
-) -> BoundKernel:
-    """Return the kernel for the largest magnitude of such matrices after the transform."""
-    programs, numbers, constants, warps = _work(shape, stride, device, transforming, axis)
-    return BoundKernel(_transformed_amax_kernel, programs, numbers, constants, num_warps=warps)
-
-
-@functools.lru_cache(maxsize=4096)
-def _cast_launch(
-    shape: tuple[int, int],
-    stride: tuple[int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    transforming: Transform,
-    axis: int,
-    cast: Cast,
-    container: Format,
-    drawn: tuple[bool, bool, bool],
-    values: tuple[int, int] | None,
-) -> BoundKernel:
-    """Return the kernel for casts of such matrices; `values` are the strides of BF16 numbers, or None for codes."""
-    programs, numbers, constants, warps = _work(shape, stride, device, transforming, axis)
-    line, element = groups.packed_length(numbers[2], container), 1
-    if values is not None:
-        line, element = values if axis == 1 else values[::-1]
-    scale_codes = () if values is not None or cast.scaling.storage == "fp32" else (3,)
-    return BoundKernel(
-        _cast_transformed_kernel,
-        programs,
-        (*numbers, line, element),
+        tiles(1, out[0], out[1], ROWS, COLUMNS)[0],
+        (rows, columns, *out, *stride, groups.packed_length(out[axis], container) if make == "codes" else out[1]),
         {
-            **constants,
+            "MAKE": make,
+            "SIZE": size,
+            "SCALE": size**-0.5,
+            "SIGNS": transforming.signs,
+            "ACROSS": across,
+            "ROWS": ROWS,
+            "COLUMNS": COLUMNS,
+            "A": A,
+            "RUN": run,
+            "EVEN": rows % ROWS == columns % COLUMNS == 0,
+            "H": rounding_constants(cast.round, drawn[2], device, drawn[1]),
             "F": fields(cast.element),
             "C": fields(container),
             "S": scaling_fields(cast),
-            "H": rounding_constants(cast.round, drawn[2], device, drawn[1]),
             "E": E4M3,
             "W": block_rounding(cast),
             "GQ": cast.group.size,
-            "ACROSS": axis == 0,
-            "VALUES": values is not None,
         },
-        bits=scale_codes if values is not None else (2, *scale_codes),
+        bits=(2, *scale_codes) if make == "codes" else (),
         num_warps=warps,
         **launch_options(cast),
     )
-
-
-def _work(
-    shape: tuple[int, int], stride: tuple[int, int], device: torch.device, transforming: Transform, axis: int
-) -> tuple[int, tuple[int, int, int, int, int], dict[str, Any], int]:
-    """Return (programs, lines with their lengths and strides, constants, warps) of all kernels here."""
-    lines, length = shape[1 - axis], shape[axis]
-    padded = -(-length // transforming.size) * transforming.size
-    P, Q = (32, 128) if axis == 1 else (64, 128)
-    constants = {
-        "SIZE": transforming.size,
-        "ROUNDS": transforming.size.bit_length() - 1,
-        "SCALE": transforming.size**-0.5,
-        "SIGNS": transforming.signs,
-        "NATIVE": native(device),
-        "P": P,
-        "Q": Q,
-    }
-    numbers = (lines, length, padded, stride[1 - axis], stride[axis])
-    return tiles(1, lines, padded, P, Q)[0], numbers, constants, 4 if axis == 1 else 8
