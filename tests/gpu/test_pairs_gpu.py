@@ -9,6 +9,7 @@ from sweeps import sweep
 
 from dither import Cast
 from dither.ops.reference import philox, quantize
+from dither.ops.triton import quantize as kernel_quantize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -91,6 +92,20 @@ def test_transforms(text: str, axis: int) -> None:
         assert pairs.check_transformed(x, f"{cast} nearest {text}", axis) == 0
     assert pairs.check_transformed(x, f"e2m1 tile(16) eden(128) stochastic(16) {text}", axis, (3, 8)) == 0
     assert pairs.check_transformed(x.float()[:, :1001], f"e2m1 tile(16) eden(32) stochastic(8) {text}", axis) == 0
+
+
+@pytest.mark.parametrize("text", ["nvfp4", "nvfp4 stochastic(16)", "e2m1 tile(16) four_over_six nearest"])
+def test_lost_tensors(text: str) -> None:
+    """Nothing of a tensor with an infinity is a number, not even groups of zeros."""
+    x = big(torch.bfloat16, 4)[:128, :256].clone()
+    x[16:48, 16:48], x[7, 9] = 0.0, torch.inf
+    for axis in (0, 1):
+        assert pairs.check_transformed(x, f"{text} hadamard(16)", axis) == 0
+        cast = Cast.parse(text)
+        draw = pairs.draw_for(x, cast.round, (0, 0))
+        found = [code.quantize_values(x, cast, (axis,), draw, None)[0][0] for code in (quantize, kernel_quantize)]
+        assert pairs.differing(*found) == 0
+        assert found[0].isnan().all()
 
 
 @pytest.mark.parametrize(
