@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -41,6 +42,7 @@ from dither.optim.groups import (
     rounding_of,
     update_of,
 )
+from dither.optim.host_states import HostStates
 from dither.optim.roles import Role
 from dither.optim.states import Moments, State
 from dither.spec.optimizer import CONSTANTS, LOSSLESS, NEWTON_SCHULZ, Update
@@ -98,6 +100,7 @@ class AdamW(Optimizer):
         nonfinite: str | None = None,
         seed: int = 0,
         backend: str = "auto",
+        states_on: str = "device",
     ) -> None:
         """Create the optimizer. Parameter groups may override `weights` to `master`, `maximize` and `seed`.
 
@@ -125,16 +128,21 @@ class AdamW(Optimizer):
             once per step. "skip" changes nothing, counts the step in `skipped`, and does not wait. "unchecked" does not look.
         seed: seed of the random streams, one stream per parameter.
         backend: "auto" (by device), "kernel" or "reference".
+        states_on: memory of the states: "device" (the parameters'), or "host": pinned host memory, from which the states of
+            some parameters at a time are copied to the device for their update, and back. The bits are the same. On a CPU the
+            copies are made too, and save nothing.
         """
         if capturable and nonfinite == "raise":
             raise UserError("capturable=True is for steps that never wait, and nonfinite='raise' waits: use nonfinite='skip'.")
         nonfinite = nonfinite or ("skip" if capturable else "raise")
-        check_optimizer(max_norm, nonfinite)
+        check_optimizer(max_norm, nonfinite, states_on)
         flags = {"foreach": foreach, "fused": fused, "capturable": capturable}
         check_torchs({"amsgrad": amsgrad, "differentiable": differentiable, "maximize": maximize, **flags})
         if foreach and fused:
             raise UserError("foreach=True and fused=True select two implementations: set at most one of them, as for torch.")
         self.max_norm, self.nonfinite, self.backend = max_norm, nonfinite, check_backend(backend)
+        self.states_on = states_on
+        self._host = HostStates() if states_on == "host" else None
         self.steps = torch.zeros((), dtype=torch.int64)
         """Number of steps taken, 0-d int64, on the parameters' device from the first step on."""
         self.skipped = torch.zeros((), dtype=torch.int64)
@@ -164,6 +172,19 @@ class AdamW(Optimizer):
             **self.own_options,
         }
         super().__init__(_listed(params), defaults)
+
+    @property
+    def state(self) -> defaultdict[Any, State]:
+        """States by parameter. With states_on="host" they lie in host memory, and reading this waits for copies to it."""
+        if self._host is not None:
+            self._host.wait()
+        return self._states
+
+    @state.setter
+    def state(self, states: defaultdict[Any, State]) -> None:
+        if self._host is not None:
+            self._host.forget()
+        self._states = states
 
     # A step --------------------------------------------------------------------------------------------------------------
 
@@ -210,14 +231,19 @@ class AdamW(Optimizer):
         (torch.float32, torch.Size([8, 512]))
         """
         member = self.member(parameter)
-        state = self.state.get(parameter)
+        state = self._on_device(parameter)
         if not state:
             raise UserError(f"The parameter {member.name!r} has no moments yet: they are created at its first step.")
         return states.decode(state, member, self._written_as.get(parameter, member.update))
 
+    def _on_device(self, parameter: Tensor) -> State:
+        """Return the state of a parameter on its device: copied there, if it lies in host memory."""
+        device = local(parameter).device
+        return {key: states.on_device(value, device) for key, value in self.state.get(parameter, {}).items()}
+
     def wide_weight(self, parameter: Tensor) -> Tensor:
         """Return the float32 weight of a parameter, of this rank's shard: its master, or the weight with its remainder."""
-        return states.wide_weight(self.state.get(parameter, {}), self.member(parameter))
+        return states.wide_weight(self._on_device(parameter), self.member(parameter))
 
     @torch.no_grad()
     def write_weight(self, parameter: Tensor, values: Tensor, where: Tensor) -> None:
@@ -225,7 +251,11 @@ class AdamW(Optimizer):
 
         Masters and remainders follow, the parameter is rounded to nearest, and moments stay.
         """
-        states.write_weight(self.state.get(parameter, {}), self.member(parameter), values, where)
+        there = self._on_device(parameter)
+        states.write_weight(there, self.member(parameter), values, where)
+        for key, value in self.state.get(parameter, {}).items():
+            if there[key] is not value:
+                value.copy_(there[key])
 
     def member(self, parameter: Tensor) -> Member:
         """Return the name and format of a parameter."""
@@ -239,7 +269,7 @@ class AdamW(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters with its own options; see `torch.optim.Optimizer.add_param_group`."""
         if isinstance(param_group, dict):
-            for key in ("max_norm", "nonfinite", "backend", "share"):
+            for key in ("max_norm", "nonfinite", "backend", "share", "states_on"):
                 if key in param_group:
                     raise UserError(f"{key} is an option of the whole optimizer, not of a parameter group.")
             if "use_muon" in param_group and "use_muon" not in self.defaults:
@@ -311,6 +341,8 @@ class AdamW(Optimizer):
         check_names(self.param_groups)
         members = members_of(self.param_groups, self.share)
         self._batches = Batches(list(self.param_groups), members)
+        if self._host is not None:
+            self._host.forget()
         self._written_as = {p: update for p, update in self._written_as.items() if id(p) in self._batches.by_parameter}
         # Copies of the names, which may be edited in place. Members keep the parameters alive, so that no id is reused.
         self._seen = [(ids, None if names is None else list(names), options) for ids, names, options in seen]
@@ -318,10 +350,14 @@ class AdamW(Optimizer):
 
     def _settle(self, member: Member) -> State:
         """Return the state of a parameter, created or converted to the format that it should have now."""
-        state: State = self.state[member.parameter]
-        states.settle(state, member, self._written_as.get(member.parameter, member.update))
+        state: State = self._states[member.parameter]
+        states.settle(state, member, self._written_as.get(member.parameter, member.update), self._keep(member))
         self._written_as[member.parameter] = member.update
         return state
+
+    def _keep(self, member: Member) -> Callable[[Tensor], Tensor] | None:
+        """Return what moves a tensor of a parameter's state to where it is kept; None means to the parameter's device."""
+        return None if self._host is None else partial(self._host.keep, device=local(member.parameter).device)
 
     # Saving and loading --------------------------------------------------------------------------------------------------
 
@@ -388,7 +424,8 @@ class AdamW(Optimizer):
         loaded_states.update({key: value for key, value in saved_states.items() if key not in indices})
         for member, (_, index) in zip(members, saved_of, strict=True):
             if saved_states.get(index):
-                loaded_states[member.parameter] = load(saved_states[index], member)
+                state, keep = load(saved_states[index], member), self._keep(member)
+                loaded_states[member.parameter] = state if keep is None else states.kept(state, keep)
         counts = (int(state["step"]) for state in loaded_states.values() if "step" in state)
         steps = saved_groups[0].get("steps", 0) if own else max(counts, default=0)
 
@@ -442,11 +479,14 @@ class AdamW(Optimizer):
         return loaded
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("max_norm", "nonfinite", "backend", "steps", "skipped", "grad_norm", "previous_squares", "share", "_written_as")
+        kept = ["max_norm", "nonfinite", "backend", "states_on", "share", "_written_as"]
+        kept += ["steps", "skipped", "grad_norm", "previous_squares"]
         return {**super().__getstate__(), **{key: getattr(self, key) for key in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        self._host = HostStates() if state["states_on"] == "host" else None
         super().__setstate__(state)
+        self.state = self.__dict__.pop("state")
         self._batches = self._seen = None
 
 
@@ -465,6 +505,8 @@ class Step:
     def __init__(self, optimizer: AdamW, expected: Sequence[Member] | None) -> None:
         self.optimizer, self.expected = optimizer, expected
         self._batches = optimizer._up_to_date()
+        if optimizer._host is not None:
+            optimizer._host.begin()
         self._constants: Tensor | None = None  # None before the first part
         self._skip = self._first_skip = torch.zeros(0)
         """0-d int32: 1 if gradients so far, or those of the first part, are not finite."""
@@ -502,7 +544,10 @@ class Step:
         if checks and optimizer.nonfinite == "raise" and self.expected is None:
             self._refuse(active, gradients)
         assert self._constants is not None
-        arranged.update(active, matrices, self._constants, optimizer.steps, self._skip)
+        if optimizer._host is None:
+            arranged.update(active, matrices, self._constants, optimizer.steps, self._skip)
+        else:
+            self._update_lent(optimizer._host, unit, active, matrices)
         self._updated.update(member.index for member in active)
         return active
 
@@ -555,6 +600,8 @@ class Step:
     def _ready(self, members: Sequence[Member]) -> None:
         """Make the tables of the optimizer, unless they are there, and let its counts of steps be part of them."""
         optimizer, batches = self.optimizer, self._batches
+        if optimizer._host is not None:
+            optimizer._host.check([member for member in members if not optimizer._states.get(member.parameter)])
         device = batches.ready(members, optimizer.backend)
         optimizer.steps, optimizer.skipped = batches.count_at(-1, optimizer.steps), optimizer.skipped.to(device)
 
@@ -566,7 +613,7 @@ class Step:
         batches.activate(self.expected)
         first, size = batches.counts.data_ptr(), batches.counts.itemsize
         for member in self.expected:
-            state = optimizer.state.get(member.parameter)
+            state = optimizer._states.get(member.parameter)
             if not state:
                 batches.counts[member.index] = 0
             elif not isinstance(step := state.get("step"), Tensor) or step.data_ptr() != first + member.index * size:
@@ -583,15 +630,35 @@ class Step:
         for i, member in enumerate(active):
             active[i] = batches.members[member.index] = member = member.refreshed()
             matrices[i] = as_matrix(matrices[i])  # the parameter's number of dimensions may have changed
-            new = not optimizer.state.get(member.parameter)
+            new = not optimizer._states.get(member.parameter)
             state, count = optimizer._settle(member), batches.counts[member.index]
             # In a step of several parts the table already counts this step.
             state["step"] = count if new and self.expected is not None else batches.count_at(member.index, state["step"])
-        return batches.arrange(unit, self._signature(active, matrices), active, matrices, optimizer.state)
+        made = batches.arrange(self._signature(active, matrices), active, matrices, optimizer._states)
+        batches.arranged[unit] = made
+        return made
 
-    def _signature(self, active: list[Member], matrices: list[Tensor]) -> Any:
+    def _update_lent(self, host: HostStates, unit: str, active: list[Member], matrices: list[Tensor]) -> None:
+        """Update the active members in groups whose states are copied from host memory and back."""
+        optimizer, batches = self.optimizer, self._batches
+        assert self._constants is not None
+        for number, parts in enumerate(host.groups(active)):
+            members = [active[part.position] for part in parts]
+            gradients = [part.of(matrices[part.position]) for part in parts]
+            states_of = [optimizer._states[member.parameter] for member in members]
+            with host.lent(f"{unit}, group {number}", parts, states_of, batches.hyper.device) as loan:
+                there = {member.parameter: state for member, state in zip(members, loan.states, strict=True)}
+                signature = self._signature(members, gradients, there)
+                if loan.arranged is None or loan.arranged.signature != signature:
+                    rows = [part.rows for part in parts]
+                    loan.arranged = batches.arrange(signature, members, gradients, there, rows)
+                loan.arranged.update(members, gradients, self._constants, optimizer.steps, self._skip)
+
+    def _signature(self, active: list[Member], matrices: list[Tensor], there: Mapping[Tensor, State] | None = None) -> Any:
+        """Return what the batches of the members are made of; `there` are their states, by default the optimizer's."""
         optimizer, parameters = self.optimizer, [member.parameter for member in active]
-        states_of = [state.values() for state in map(optimizer.state.get, parameters) if state]
+        found = optimizer._states if there is None else there
+        states_of = [state.values() for state in map(found.get, parameters) if state]
         memory = [parameter if (coded := coded_of(parameter)) is None else coded.memory for parameter in parameters]
         tensors = [optimizer.steps, optimizer.skipped, *memory, *chain.from_iterable(states_of)]
         return self._batches.signature(optimizer.backend, active, matrices, tensors)
@@ -697,11 +764,11 @@ class AdamW8bit(AdamW):
         params, lr, betas, eps, weight_decay, amsgrad: as `AdamW`.
         block_size: torchao's name for `block`; 256 by default.
         optim_bits: 8 or 32 (bitsandbytes' default). It has no effect, as in bitsandbytes' class of this name.
-        is_paged: must be False.
+        is_paged: must be False; states_on="host" keeps states in host memory.
         options: further options of `AdamW`, such as `bf16_stochastic_round`.
         """
         if is_paged:
-            raise UserError("is_paged=True moves states to the CPU when memory is short, which this optimizer does not do.")
+            raise UserError("is_paged=True moves states to the CPU when memory is short: use states_on='host'.")
         if optim_bits not in (8, 32):
             raise UserError(f"optim_bits is 8, or bitsandbytes' default of 32, which means 8 here too, not {optim_bits!r}.")
         if options.get("states", "dynamic8") != "dynamic8":

@@ -253,15 +253,23 @@ class Batches:
         return backend, [member.index for member in active], [matrix.dtype for matrix in matrices], addresses
 
     def arrange(
-        self, unit: str, signature: Any, active: list[Member], matrices: list[Tensor], states: Mapping[Tensor, State]
+        self,
+        signature: Any,
+        active: Sequence[Member],
+        matrices: Sequence[Tensor],
+        states: Mapping[Tensor, State],
+        rows: Sequence[slice | None] | None = None,
     ) -> Arrangement:
-        """Batch the pieces that share an update, dtypes and ranks. Parameters that are not contiguous get a staging copy."""
+        """Batch the pieces that share an update, dtypes and ranks. Parameters that are not contiguous get a staging copy.
+
+        rows: the rows of each parameter that `matrices` and `states` have; None for all.
+        """
         copies: list[tuple[Tensor, Tensor]] = []
         kinds: dict[Any, list[tuple[GradientOf, Piece]]] = {}
         for number, (member, matrix) in enumerate(zip(active, matrices, strict=True)):
             coded = member.coded
             work = member.oriented(local(member.parameter).detach()) if coded is None else coded.memory
-            if matrix.numel() != work.numel():
+            if rows is None and matrix.numel() != work.numel():
                 raise UserError(
                     f"The gradient of {member.name} has {matrix.numel()} numbers and the parameter has {work.numel()}: "
                     "it was computed before the parameter was replaced; run backward again."
@@ -276,10 +284,12 @@ class Batches:
             ns_dtype = member.group["ns_dtype"] if member.muon else None
             stored = (work.dtype, 0 if coded is None else coded.block)
             key = (member.update, stored, (matrix.dtype, ns_dtype), spread_over(member.parameter), rule)
-            work = as_matrix(work)
-            for rows, run, piece in _pieces(member, work, coded, states[member.parameter]) if work.numel() else ():
-                whole = rows.stop - rows.start == work.shape[0]
-                kinds.setdefault(key, []).append((GradientOf(number, None if whole else rows, run), piece))
+            part = None if rows is None else rows[number]
+            work = as_matrix(work) if part is None else as_matrix(work)[part]
+            first = 0 if part is None else part.start
+            for held, run, piece in _pieces(member, work, coded, states[member.parameter], first) if work.numel() else ():
+                whole = held.stop - held.start == work.shape[0]
+                kinds.setdefault(key, []).append((GradientOf(number, None if whole else held, run), piece))
         batches = []
         kind = {"adamw": self.code.Batch, "mini": self.code.MiniBatch}
         for (update, *_, rule), parts in kinds.items():
@@ -291,12 +301,16 @@ class Batches:
             for member in active
             if member.role is not None and isinstance(member.parameter, DTensor)
         }
-        self.arranged[unit] = Arrangement(signature, batches, copies, shared)
-        return self.arranged[unit]
+        return Arrangement(signature, batches, copies, shared)
 
 
-def _pieces(member: Member, work: Tensor, coded: CodedWeight | None, state: State) -> Iterator[tuple[slice, int, Piece]]:
-    """Yield (rows, number of the first run, piece) of a member whose local matrix is `work`: its shards, cut by sections."""
+def _pieces(
+    member: Member, work: Tensor, coded: CodedWeight | None, state: State, first_row: int = 0
+) -> Iterator[tuple[slice, int, Piece]]:
+    """Yield (rows, number of the first run, piece) of a member whose local matrix is `work`: its shards, cut by sections.
+
+    first_row: the row of the local matrix that `work` and the state begin at, unless they are cut by sections.
+    """
     tensors = {key: local(state[key]) for key in OWN if key in state and key != "step"}
     second = tensors["exp_avg"] if member.muon else tensors.pop("exp_avg_sq")
     matrices = {key: as_matrix(tensor) for key, tensor in tensors.items()}
@@ -314,8 +328,10 @@ def _pieces(member: Member, work: Tensor, coded: CodedWeight | None, state: Stat
         return
     for shard in shards(member.oriented(member.parameter)):
         if member.role is None:
-            rows = slice(shard.start, shard.end)
-            yield rows, 0, piece(rows, as_matrix(second)[rows], shard.row, shard.column)
+            start, end = max(shard.start, first_row), min(shard.end, first_row + work.shape[0])
+            if start < end:
+                rows = slice(start - first_row, end - first_row)
+                yield rows, 0, piece(rows, as_matrix(second)[rows], shard.row + start - shard.start, shard.column)
             continue
         first = 0  # the number of the section's first run
         elements = member.oriented(member.parameter).shape[-1] if member.parameter.dim() else 1

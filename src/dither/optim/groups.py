@@ -28,6 +28,9 @@ from dither.spec.random import Stream
 NONFINITE = ("raise", "skip", "unchecked")
 """The choices for NaN or Inf in a gradient; see `AdamW`."""
 
+STATES_ON = ("device", "host")
+"""The memories that states may be kept in; see `AdamW`."""
+
 MEANING = ("weights", "states", "state_rounding", "block", "master", "seed", "min_8bit_size", "use_muon")
 """Options that decide what saved numbers mean. A state is loaded only if these agree."""
 
@@ -268,8 +271,10 @@ def rounding_of(weights: str | None, bf16_stochastic_round: bool | None, master:
     return meant
 
 
-def check_optimizer(max_norm: Any, nonfinite: Any) -> None:
+def check_optimizer(max_norm: Any, nonfinite: Any, states_on: Any) -> None:
     """Raise if an option of the whole optimizer is invalid."""
+    if states_on not in STATES_ON:
+        raise UserError(f"states_on={states_on!r} is unknown: choose from {', '.join(map(repr, STATES_ON))}.")
     if nonfinite not in NONFINITE:
         raise UserError(f"nonfinite={nonfinite!r} is unknown: choose from {', '.join(map(repr, NONFINITE))}.")
     if max_norm is not None and not (isinstance(max_norm, int | float) and 0 < max_norm <= MOST_NORM):

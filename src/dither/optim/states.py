@@ -6,8 +6,9 @@ of Adam-mini are one per run of rows, and whole on every rank. Muon's matrices h
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -202,33 +203,32 @@ def _extra(member: Member, old: Mapping[str, Any], v: Tensor | None = None) -> d
 # Edits between steps, and loading --------------------------------------------------------------------------------------
 
 
-def settle(state: State, member: Member, before: Update) -> None:
+def settle(state: State, member: Member, before: Update, keep: Callable[[Tensor], Tensor] | None = None) -> None:
     """Create a state, or convert it to the format and device that it should have now, in place.
 
     A state is created at the first gradient. It is converted if the group, the parameter or the state was edited since the
     last step; `before` is the update that it was written with.
+
+    keep: moves a tensor to where states are kept; by default to the device of the parameter.
     """
     update, device = member.update, local(member.parameter).device
+    keep = keep or partial(on_device, device=device)
     if not state:
-        state.update(new(member))
+        state.update(kept(new(member), keep))
         return
     if "step" not in state:
         raise UserError(f"The state of {member.name} has {', '.join(map(str, state))} and no step: delete it to start afresh.")
-    for key in OWN:
-        if isinstance(state.get(key), Tensor) and state[key].device != device:
-            state[key] = state[key].to(device)
     state["step"] = count_of(state["step"], member.name).to(device)
     wanted = layout(member)
     here = {key: (local(state[key]).dtype, local(state[key]).shape) for key in wanted if isinstance(state.get(key), Tensor)}
     codes = update.in_blocks and (before.states, before.block) != (update.states, update.block)
     if here == wanted and not codes and before.master == update.master:
-        for key in wanted:
-            if not local(state[key]).is_contiguous():
-                state[key] = state[key].contiguous()
         for key in set(OWN) - set(wanted) - {"step"}:
             state.pop(key, None)  # of an option that was switched off
+        for key in wanted:
+            state[key] = keep(state[key] if local(state[key]).is_contiguous() else state[key].contiguous())
         return
-    old = {key: state[key] for key in OWN if key in state}
+    old = {key: on_device(state[key], device) for key in OWN if key in state}
     moments = [key for key in wanted if key.startswith("exp_avg")]
     whole = not codes and all(here.get(key) == wanted[key] for key in moments)
     fresh = {"step": state["step"], **{key: old[key] for key in moments}} if whole else _converted(old, member, before)
@@ -237,7 +237,17 @@ def settle(state: State, member: Member, before: Update) -> None:
     fresh |= _extra(member, old, fresh.get("exp_avg_sq"))
     for key in OWN:
         state.pop(key, None)
-    state.update(fresh)
+    state.update(kept(fresh, keep))
+
+
+def kept(state: State, keep: Callable[[Tensor], Tensor]) -> State:
+    """Return a state whose tensors are moved to where states are kept, but for the count of steps."""
+    return {key: keep(value) if key in OWN and key != "step" else value for key, value in state.items()}
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """Return a tensor on a device, and anything else unchanged."""
+    return value.to(device) if isinstance(value, Tensor) and value.device != device else value
 
 
 def _converted(old: State, member: Member, before: Update) -> State:

@@ -1,0 +1,270 @@
+"""Optimizer states in host memory, streamed through two slots of device memory, one group of parameters at a time.
+
+While one group is updated in a slot, the next one is copied into the other, on streams of their own:
+
+    copies to the device   | a to slot 0 | b to slot 1 | c to slot 0 | ...
+    updates                              | a           | b           | c
+    copies to the host                                 | a           | b
+
+Updates in a backward pass (`release_gradients`) leave its products time for the copies. A group is copied ahead of its update
+if it followed the same group in the last step. Between steps, host memory has all states, and no slot has any. On a CPU the
+same copies are made, one after the other.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dither.errors import UserError
+from dither.ops.ranks import as_matrix, local
+from dither.optim.groups import Member
+from dither.optim.states import OWN, State, layout
+
+LIMIT = 1 << 26
+"""Weights of a group. A larger parameter is divided into rows, unless its update needs all of it at once."""
+
+ALIGNED = 512
+"""Bytes that a tensor in a slot begins at a multiple of, as in torch's own allocations."""
+
+TENSORS = tuple(key for key in OWN if key != "step")
+"""The entries of a state that lie in host memory."""
+
+
+class StatePart(NamedTuple):
+    """A parameter of a group, or some of its rows."""
+
+    position: int
+    """The position of the parameter among those that are updated."""
+    rows: slice | None
+    """Rows of its local matrix; None for all of it."""
+
+    def of(self, matrix: Tensor) -> Tensor:
+        """Return the rows of a matrix of the parameter."""
+        return matrix if self.rows is None else matrix[self.rows]
+
+
+class CopyStream:
+    """Copies in one direction, beside the work of the device: in a CUDA stream, or on a CPU at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Queue copies, which the host does not wait for."""
+        with torch.cuda.stream(self.stream):
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+
+    def follow(self, other: "CopyStream | None") -> None:
+        """Let later copies wait for the copies in another stream so far, or for the work of the current one (None)."""
+        if self.stream is not None:
+            current = torch.cuda.current_stream(self.stream.device)
+            self.stream.wait_stream(current if other is None or other.stream is None else other.stream)
+
+    def lead(self) -> None:
+        """Let later work of the current stream wait for the copies so far."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+
+    def use(self, tensor: Tensor) -> None:
+        """Keep the memory of a tensor, when it is freed, from other uses until the copies are done."""
+        if self.stream is not None:
+            tensor.record_stream(self.stream)
+
+    def wait(self) -> None:
+        """Let the host wait for the copies so far."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
+
+@dataclass
+class Loan:
+    """A group of states in host memory, and their places in a slot."""
+
+    slot: int
+    addresses: list[int]
+    host: list[Tensor]
+    device: list[Tensor]
+    states: list[State]
+    """The states as the update reads them: the tensors of the slot by their names."""
+    arranged: Any = None
+    """The `Arrangement` that updates them; None before the first update."""
+
+
+class HostStates:
+    """Keeps optimizer states in host memory, pinned if the parameters are on a GPU, and lends them to the device."""
+
+    def __init__(self) -> None:
+        self.slots: list[Tensor] = []
+        """The two buffers on the device, uint8."""
+        self._loans: dict[str, Loan] = {}
+        self._order: list[str] = []  # the groups of this step, so far
+        self._previous: list[str] = []  # those of the step before
+        self._ahead: Loan | None = None  # the group that was copied before it was asked for
+        self._streams: tuple[CopyStream, CopyStream] | None = None  # to the device and back; None before the first loan
+        self._busy = False  # whether copies may be under way
+
+    # Host memory ---------------------------------------------------------------------------------------------------------
+
+    def keep(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """Return a tensor of a state in host memory, pinned for `device` if that is a GPU: itself, if it is there already."""
+        part = local(tensor)
+        pins = device.type == "cuda"
+        if part.device.type == "cpu" and part.is_pinned() == pins:
+            return tensor
+        host = torch.empty(part.shape, dtype=part.dtype, pin_memory=pins).copy_(part)
+        if not isinstance(tensor, DTensor):
+            return host
+        # DTensor.from_local would move it to the device of the mesh.
+        return DTensor(host, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+    def check(self, members: Sequence[Member]) -> None:
+        """Raise if host memory is too small for the states of these parameters."""
+        needed, there = sum(map(_state_bytes, members)), available_memory()
+        if there is not None and needed > there:
+            raise UserError(
+                f"The states of {len(members)} parameters need {needed / 2**30:.1f} GiB of host memory, and "
+                f"{there / 2**30:.1f} GiB are available: use states of fewer bits, or states_on='device'."
+            )
+
+    def wait(self) -> None:
+        """Wait until host memory has all states, so that they can be read and written there."""
+        if self._busy and self._streams is not None:
+            for stream in self._streams:
+                stream.wait()
+        self._busy = False
+
+    def forget(self) -> None:
+        """Forget all groups: states or parameters were replaced."""
+        self.wait()
+        self._loans, self._order, self._previous, self._ahead = {}, [], [], None
+
+    # Loans ---------------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._previous, self._order, self._ahead = self._order, [], None
+
+    def groups(self, members: Sequence[Member]) -> list[list[StatePart]]:
+        """Divide parameters into groups of neighbours with `LIMIT` weights at most.
+
+        Parameters that ranks update together are in the same group on each of them, since whole parameters are counted.
+        """
+        found: list[list[StatePart]] = [[]]
+        size = 0
+        for position, member in enumerate(members):
+            parts: list[slice | None] = [None]
+            part = local(member.parameter)
+            rows = part.numel() // max(part.shape[-1], 1) if part.dim() > 1 else 1
+            divides = member.role is None and not member.muon and member.coded is None and part.numel() > LIMIT
+            if divides and rows > 1:
+                height = max(1, LIMIT // part.shape[-1])
+                parts = [slice(start, min(start + height, rows)) for start in range(0, rows, height)]
+            for rows_of_part in parts:
+                weights = member.parameter.numel() if len(parts) == 1 else LIMIT
+                if found[-1] and size + weights > LIMIT:
+                    found.append([])
+                    size = 0
+                found[-1].append(StatePart(position, rows_of_part))
+                size += weights
+        return [group for group in found if group]
+
+    @contextmanager
+    def lent(self, name: str, parts: Sequence[StatePart], states: Sequence[State], device: torch.device) -> Iterator[Loan]:
+        """Lend the states of a group to the device inside the context, and copy them back after it.
+
+        name: the name of the group, the same in each step.
+        parts, states: the parts of parameters, and the whole state of each in host memory.
+        """
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise UserError("A step with states_on='host' copies states on other streams, and a CUDA graph cannot capture it.")
+        loan = self._loan(name, parts, states, device)
+        assert self._streams is not None
+        into, back = self._streams
+        if self._ahead is not loan:
+            self._fetch(loan)
+        self._ahead, self._busy = None, True
+        into.lead()
+        place = len(self._order)
+        self._order.append(name)
+        # Before the copies back are queued, so that the next group waits for those of the group before this one alone.
+        if self._previous[place : place + 1] == [name] and place + 1 < len(self._previous):
+            following = self._loans.get(self._previous[place + 1])
+            if following is not None and following.slot != loan.slot:
+                self._fetch(following)
+                self._ahead = following
+        yield loan
+        back.follow(None)
+        back.copy(loan.host, loan.device)
+
+    def _fetch(self, loan: Loan) -> None:
+        """Copy a group to its slot, after the copies back so far: the slot is free then, and host memory is up to date."""
+        assert self._streams is not None
+        into, back = self._streams
+        into.follow(back)
+        into.copy(loan.device, loan.host)
+
+    def _loan(self, name: str, parts: Sequence[StatePart], states: Sequence[State], device: torch.device) -> Loan:
+        """Return the group's loan: that of the last step, unless a tensor or its slot has changed."""
+        keys = [[key for key in TENSORS if key in state] for state in states]
+        host = [
+            part.of(as_matrix(tensor)) if part.rows is not None else tensor
+            for part, state, names in zip(parts, states, keys, strict=True)
+            for tensor in (local(state[key]) for key in names)
+        ]
+        addresses = [tensor.data_ptr() for tensor in host]
+        slot, known = len(self._order) % 2, self._loans.get(name)
+        if known is not None and (known.slot, known.addresses) == (slot, addresses):
+            return known
+        ends: list[int] = [0]
+        for tensor in host:
+            ends.append(ends[-1] + -(-tensor.nbytes // ALIGNED) * ALIGNED)
+        self._reserve(ends[-1], device)
+        there = [
+            self.slots[slot][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for tensor, start in zip(host, ends, strict=False)
+        ]
+        left = iter(there)
+        lent = [{key: next(left) for key in names} for names in keys]
+        self._loans[name] = Loan(slot, addresses, host, there, lent)
+        return self._loans[name]
+
+    def _reserve(self, size: int, device: torch.device) -> None:
+        """Make the slots large enough, on the device."""
+        if self.slots and self.slots[0].numel() >= size and self.slots[0].device == device:
+            return
+        self.wait()
+        self._loans, self._ahead = {}, None
+        if not self.slots or self.slots[0].device != device:
+            self._streams = CopyStream(device), CopyStream(device)
+        self.slots = []  # freed before they are made anew
+        self.slots = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+        assert self._streams is not None
+        for stream in self._streams:
+            stream.follow(None)  # which may still use what was freed there
+            for slot in self.slots:
+                stream.use(slot)
+
+
+def _state_bytes(member: Member) -> int:
+    return sum(dtype.itemsize * shape.numel() for dtype, shape in layout(member).values())
+
+
+def available_memory() -> int | None:
+    """Return the bytes of host memory that can be allocated: of the machine, and at most the limit of the container."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError, IndexError):
+        return None
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return found
+    return min(found, int(limit)) if limit.isdigit() else found
