@@ -167,6 +167,18 @@ def test_what_released_gradients_cannot_go_with(more: list[str], words: str, tex
         train(settings(text, tmp_path / "run", "optim.release_gradients=true", "optim.max_norm=0", *more))
 
 
+def test_a_run_moves_its_states_to_host_memory_and_back(text: Path, tmp_path: Path) -> None:
+    """With released gradients, whose updates it streams; the checkpoint of each step is the same."""
+    same = ["precision.mode=bf16-sr", "precision.states=companded8", "optim.release_gradients=true", "optim.clip_norm=previous"]
+    train(settings(text, tmp_path / "straight", *same, *TINY))
+    for end, where in {2: "host", 4: "device", STEPS: "host"}.items():
+        train(settings(text, tmp_path / "run", *same, *TINY, f"optim.states_on={where}", "run.save_every=1"), resume="auto")
+        checkpoint.drop(tmp_path / "run" / "checkpoints", after=end)
+    assert_same(tmp_path / "run", tmp_path / "straight")
+    parts = [set(line["parts"]) for line in lines(tmp_path / "run", "memory")]
+    assert ["optimizer states in host memory" in each for each in parts] == [True, False, True]
+
+
 def test_a_run_changes_to_split_masters_and_back(text: Path, tmp_path: Path) -> None:
     """The checkpoint of each step holds the same numbers, in another form."""
     modes = {0: "o2", 3: "o2-split", 5: "o2"}

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from worlds import on_ranks
 
 from dither import UserError
 from dither.ops.ranks import reduce_shards, shards
-from dither.optim import AdamMini, AdamW, Muon, NonFiniteError, Role, muon_groups
+from dither.optim import AdamMini, AdamW, Muon, NonFiniteError, Role, host_states, muon_groups
 
 # One body for every cut -----------------------------------------------------------------------------------------------
 
@@ -101,7 +102,7 @@ def distribute(x: Tensor, mesh: DeviceMesh, where: list[Placement]) -> DTensor:
     return distribute_tensor(x, mesh, where, src_data_rank=None)
 
 
-def check_cuts(mesh: DeviceMesh, cases: Mapping[str, Iterable[str]]) -> None:
+def check_cuts(mesh: DeviceMesh, cases: Mapping[str, Iterable[str]], **more: object) -> None:
     """By rows, by columns, in the middle: uneven shards, and empty ones (two rows over three processes)."""
     for label, cuts in cases.items():
         kind = KINDS[label]
@@ -112,7 +113,7 @@ def check_cuts(mesh: DeviceMesh, cases: Mapping[str, Iterable[str]]) -> None:
                 where = Replicate() if how == "replicated" else Shard(min(CUTS.index(how), x.dim() - 1))
                 return distribute(x, mesh, [where])
 
-            found = run(kind, cut)
+            found = run(kind, cut, **more)
             assert_same(whole, found, (label, how))
             moment = found[1].state[found[0]["matrix"]]["exp_avg"]
             assert isinstance(moment, DTensor)
@@ -238,6 +239,13 @@ def backward(net: nn.Module, step: int) -> None:
     net(torch.randn(4, 12, generator=generator).to(torch.bfloat16)).float().square().sum().backward()
 
 
+@on_ranks(2)
+def test_states_in_host_memory() -> None:
+    """In groups of 1,500 weights, of which a shard of the largest parameter has more: the bits of resident whole ones."""
+    with mock.patch.object(host_states, "STREAMED", 1500):
+        check_cuts(init_device_mesh("cpu", (2,)), ALL, states_on="host")
+
+
 @on_ranks(4)
 def test_fsdp() -> None:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -249,7 +257,8 @@ def test_fsdp() -> None:
         fully_shard(net)
         return net
 
-    for options in ({}, {"states": "dynamic8", "block": 16, "weights": "kahan"}):
+    eight = {"states": "dynamic8", "block": 16, "weights": "kahan"}
+    for options in ({}, eight, {**eight, "states_on": "host"}):
         single, net = network(), sharded()
         optimizers = [AdamW(n.named_parameters(), lr=1e-2, nonfinite="skip", **options) for n in (single, net)]
         for step in range(STEPS):
@@ -266,7 +275,8 @@ def test_fsdp() -> None:
             assert set(saved["state"]) == set(dict(net.named_parameters()))
             other = sharded()
             other.load_state_dict(net.state_dict())
-            again = AdamW(other.named_parameters(), lr=0.5, nonfinite="skip", **options)
+            where = "host" if step else "device"  # a state opens in either memory
+            again = AdamW(other.named_parameters(), lr=0.5, nonfinite="skip", **{**options, "states_on": where})
             set_optimizer_state_dict(other, again, saved)
             assert again.param_groups[0]["lr"] == 1e-2
             whole = {k: {n: full(t) for n, t in s.items()} for k, s in again.state_dict()["state"].items()}

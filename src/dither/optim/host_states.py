@@ -7,7 +7,7 @@ While one group is updated in a slot, the next one is copied into the other, on 
     copies to the host                                 | a           | b
 
 Updates in a backward pass (`release_gradients`) leave its products time for the copies. A group is copied ahead of its update
-if it followed the same group in the last step. Between steps, host memory has all states, and no slot has any. On a CPU the
+if the step has had the same groups as the last one so far. Between steps, host memory has all states, and no slot has any. On a CPU the
 same copies are made, one after the other.
 """
 
@@ -25,9 +25,7 @@ from dither.errors import UserError
 from dither.ops.ranks import as_matrix, local
 from dither.optim.groups import Member
 from dither.optim.states import OWN, State, layout
-
-LIMIT = 1 << 26
-"""Weights of a group. A larger parameter is divided into rows, unless its update needs all of it at once."""
+from dither.spec.optimizer import STREAMED
 
 ALIGNED = 512
 """Bytes that a tensor in a slot begins at a multiple of, as in torch's own allocations."""
@@ -152,7 +150,7 @@ class HostStates:
         self._previous, self._order, self._ahead = self._order, [], None
 
     def groups(self, members: Sequence[Member]) -> list[list[StatePart]]:
-        """Divide parameters into groups of neighbours with `LIMIT` weights at most.
+        """Divide parameters into groups of neighbours with `STREAMED` weights at most.
 
         Parameters that ranks update together are in the same group on each of them, since whole parameters are counted.
         """
@@ -162,13 +160,13 @@ class HostStates:
             parts: list[slice | None] = [None]
             part = local(member.parameter)
             rows = part.numel() // max(part.shape[-1], 1) if part.dim() > 1 else 1
-            divides = member.role is None and not member.muon and member.coded is None and part.numel() > LIMIT
+            divides = member.role is None and not member.muon and member.coded is None and part.numel() > STREAMED
             if divides and rows > 1:
-                height = max(1, LIMIT // part.shape[-1])
+                height = max(1, STREAMED // part.shape[-1])
                 parts = [slice(start, min(start + height, rows)) for start in range(0, rows, height)]
             for rows_of_part in parts:
-                weights = member.parameter.numel() if len(parts) == 1 else LIMIT
-                if found[-1] and size + weights > LIMIT:
+                weights = member.parameter.numel() if len(parts) == 1 else STREAMED
+                if found[-1] and size + weights > STREAMED:
                     found.append([])
                     size = 0
                 found[-1].append(StatePart(position, rows_of_part))
@@ -222,6 +220,7 @@ class HostStates:
         slot, known = len(self._order) % 2, self._loans.get(name)
         if known is not None and (known.slot, known.addresses) == (slot, addresses):
             return known
+        self._previous = []  # this step differs from the last one: nothing is copied ahead
         ends: list[int] = [0]
         for tensor in host:
             ends.append(ends[-1] + -(-tensor.nbytes // ALIGNED) * ALIGNED)

@@ -149,6 +149,10 @@ ADJUST_LR = ("original", "match_rms_adamw")
 NS_DTYPES = ("bf16", "fp32")
 """Muon: formats of the products of its iteration."""
 
+STREAMED = 1 << 26
+"""Weights whose states are copied together from host memory. A larger parameter is divided into rows, unless its update needs
+all of it at once."""
+
 HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "active", "sign")
 """Columns of the hyperparameters, float64, one row per parameter. `active` is 1 if the parameter has a gradient in this step,
 else 0; `sign` is 1, or -1 to maximize. For Muon's matrices `beta2` is the momentum, and `beta1` is 0."""

@@ -59,7 +59,7 @@ def facts_of_trainer(trainer: Trainer) -> dict[str, str]:
         "the corpus": trainer.corpus.sha256,
         "the plan": hashlib.sha256(trainer.conversion.plan.to_json().encode()).hexdigest(),
     }
-    numbers = digests(tensors.values()).tolist()
+    numbers = digests(tensors.values(), trainer.ranks.device).tolist()
     part = f" in part {trainer.layout.part}" if trainer.layout.cut else ""
     return words | {f"{_title(name)}{part}": f"{number:#x}" for name, number in zip(tensors, numbers, strict=True)}
 
@@ -139,8 +139,8 @@ def _code() -> str:
 # Weights --------------------------------------------------------------------------------------------------------------
 
 
-def digests(tensors: Iterable[Tensor]) -> Tensor:
-    """Return a 64-bit digest of each tensor, computed on its device: int64[number of tensors].
+def digests(tensors: Iterable[Tensor], device: torch.device | None = None) -> Tensor:
+    """Return a 64-bit digest of each tensor, computed on `device` or on its own: int64[number of tensors].
 
     >>> weight = torch.zeros(3)
     >>> before = digests([weight])
@@ -148,18 +148,18 @@ def digests(tensors: Iterable[Tensor]) -> Tensor:
     >>> bool(digests([weight]) == before)
     False
     """
-    found = [_digest(tensor) for tensor in tensors]
+    found = [_digest(tensor, device) for tensor in tensors]
     return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64)
 
 
-def _digest(tensor: Tensor) -> Tensor:
+def _digest(tensor: Tensor, device: torch.device | None) -> Tensor:
     words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     flat = tensor.detach().reshape(-1)
     flat = flat.view(torch.uint8) if flat.element_size() not in words else flat.view(words[flat.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    total = torch.zeros((), dtype=torch.int64, device=device or flat.device)
     for start in range(0, flat.numel(), CHUNK):
-        part = flat[start : start + CHUNK].to(torch.int64)
-        total += (part * _odd_numbers(start, part.numel(), flat.device)).sum()
+        part = flat[start : start + CHUNK].to(total.device).to(torch.int64)
+        total += (part * _odd_numbers(start, part.numel(), total.device)).sum()
     return total
 
 
@@ -175,7 +175,7 @@ def compare_states(trainer: Trainer) -> None:
     if all(len(same) == 1 for same in trainer.layout.replicas):
         return
     tensors = _tensors(trainer)
-    own = digests(tensors.values()).to(ranks.device)
+    own = digests(tensors.values(), ranks.device)
     total = (own * _odd_numbers(0, own.numel(), own.device)).sum()
     # One number per rank in a vector of zeros: the sum over ranks holds all of them.
     totals = torch.zeros(ranks.world, dtype=torch.int64, device=ranks.device)

@@ -75,6 +75,8 @@ class Optim:
     """Update each block in the backward pass and free its gradients: see docs/optimizers.md for what this needs."""
     clip_norm: Literal["current", "previous"] = "current"
     """The norm that max_norm limits: that of the step's gradients, or with release_gradients that of the previous step's."""
+    states_on: Literal["device", "host"] = "device"
+    """Memory of the optimizer's states: the device's, or host memory, from which they are copied for each update; same bits."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """After the warmup: half a cosine, constant and then linear (wsd), or constant."""
     warmup: Share = 0.05

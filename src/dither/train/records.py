@@ -143,9 +143,10 @@ class Records:
 def memory_parts(trainer: Trainer) -> dict[str, int]:
     """Return the bytes of what stays in memory between steps on this rank, by part.
 
-    Activations come on top; on a GPU, peak memory shows them.
+    Activations come on top, and the slots of states in host memory; on a GPU, peak memory shows them.
     """
     parameters, optimizer = list(trainer.model.parameters()), trainer.training.optimizer
+    on_host = optimizer.states_on == "host"
     found = {"weights": sum(local(p.detach()).nbytes for p in parameters)}
     trained = sum(local(p.detach()).numel() for p in parameters if p.requires_grad)
     found["gradients"] = trained * (4 if trainer.training.gradients.kind == "fp32" else 2)
@@ -153,7 +154,7 @@ def memory_parts(trainer: Trainer) -> dict[str, int]:
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 names = {"master": "master weights", "master_low": "master weights", "remainder": "rounding errors"}
-                part = names.get(key, "optimizer states")
+                part = names.get(key, "optimizer states") + (" in host memory" if on_host and value.dim() else "")
                 found[part] = found.get(part, 0) + local(value).nbytes
     casts = sum(local(buffer).nbytes for buffer in trainer.model.buffers())
     for layer in trainer.model.modules():

@@ -22,6 +22,7 @@ from dither.train.config import Config
 FREE = (
     "data.sources",
     "data.micro_batch",
+    "optim.states_on",
     "precision.emulate",
     "precision.fallback",
     "precision.engines",
