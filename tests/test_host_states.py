@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ import dither
 from dither import UserError, checkpoint
 from dither.nn import store_weights
 from dither.optim import AdamMini, AdamW, Muon, Role, host_states, muon_groups, release_gradients
-from dither.optim.groups import members_of
+from dither.optim.batches import Arrangement
 from dither.optim.host_states import CopyStream, HostStates
 
 STEPS = 6
@@ -287,7 +287,7 @@ def test_bits_if_copies_are_late(kind: str, released: bool, monkeypatch: pytest.
 
 
 @pytest.fixture
-def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Record ("in" or "out", first address in host memory) of each group that is copied."""
     found: list[tuple[str, int]] = []
     streams: list[CopyStream] = []
@@ -303,7 +303,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
             super().copy(targets, sources)
 
     monkeypatch.setattr(host_states, "CopyStream", Recorded)
-    yield found
+    return found
 
 
 @pytest.mark.parametrize("released", [False, True])
@@ -399,18 +399,25 @@ def test_the_memory_of_this_machine() -> None:
     assert found is None or 2**20 < found < 2**50
 
 
-def test_an_update_that_fails_leaves_the_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error is the user's, and the next step has the bits of a run without it."""
-    resident, host = (made("bf16", where) for where in ("device", "host"))
-    for run in (resident, host):
-        train(*run, range(2))
-    model, optimizer = host
-    members = members_of(optimizer.param_groups)
-    states = [optimizer.state[members[0].parameter]]
-    before = {key: value.clone() for key, value in states[0].items()}
-    streams = HostStates()
-    parts = streams.groups(members[:1])[0]
-    with pytest.raises(RuntimeError, match="broken"), streams.lent("a", parts, states, torch.device("cpu")) as loan:
-        loan.states[0]["exp_avg"].zero_()
-        raise RuntimeError("broken")
-    assert all(torch.equal(value, before[key]) for key, value in states[0].items())
+def test_an_update_that_fails_leaves_its_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step whose third group fails, the states of the first two are new, and the others those of before."""
+    model, optimizer = made("bf16", "host")
+    train(model, optimizer, range(2))
+    before = {p: state["exp_avg"].clone() for p, state in optimizer.state.items()}
+    update, calls = Arrangement.update, []
+
+    def fails(*arguments: Any) -> None:
+        update(*arguments)
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("broken")
+
+    monkeypatch.setattr(Arrangement, "update", fails)
+    with pytest.raises(RuntimeError, match="broken"):
+        train(model, optimizer, range(2, 3))
+    monkeypatch.undo()
+    moved = [name for name, p in model.named_parameters() if not torch.equal(before[p], optimizer.state[p]["exp_avg"])]
+    assert moved == ["embedding.weight"]
+    assert torch.equal(before[model.embedding.weight][82:], optimizer.state[model.embedding.weight]["exp_avg"][82:])
+    optimizer.zero_grad()
+    train(model, optimizer, range(2, 4))

@@ -1,6 +1,7 @@
 """Estimated memory beside measured peaks, and beside what autograd keeps."""
 
 import contextlib
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,8 +10,11 @@ import torch
 import dither
 from dither.errors import UserError
 from dither.models import PRESETS, GPT2Config, LlamaConfig, build, parameter_count
+from dither.models.presets import skeleton
 from dither.nn.linear import Linear
 from dither.nn.step import step_context
+from dither.optim import host_states
+from dither.optim.states import layout
 from dither.spec import Cast, MemoryOptions
 from dither.spec.recipes import recipe
 from dither.tools.memory import (
@@ -193,6 +197,41 @@ def test_static_parts_are_bytes_per_parameter():
     # The guide: AdamW in FP32 has 12 bytes of states and weights, in INT8 6 (blocks of 2048).
     guide = estimate(shape, Setting(mode="o1", states="int8", state_block=2048), StepPasses(sequence=64)).parts
     assert (guide["weights"] + guide["states"]) / shape.parameters == pytest.approx(6, abs=0.01)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam-mini", "muon"])
+@pytest.mark.parametrize(
+    ("mode", "states"), [("bf16-sr", "companded8"), ("bf16-sr", "dynamic4"), ("o2", None), ("bf16-24", "bf16")]
+)
+@pytest.mark.parametrize("preset", ["llama-134m", "llama-8b"])
+def test_states_in_host_memory_are_those_of_the_optimizer(preset, mode, states, optimizer):
+    """Each tensor of a matrix rounded up to a power of two, and two slots of the largest group."""
+    if optimizer == "adam-mini" and states in ("companded8", "dynamic4"):
+        return  # which it does not have
+    model = skeleton(PRESETS[preset])
+    options = {} if states is None else {"states": states}
+    roles = dither.optim.roles(model) if optimizer == "adam-mini" else None
+    made = dither.optim.training(model, mode, 1e-3, roles=roles, muon={} if optimizer == "muon" else None, **options).optimizer
+    layouts = [(member, layout(member)) for member in made.members() if member.parameter.dim() > 1]
+    shared = {"exp_avg_sq"} if optimizer == "adam-mini" else set()
+    sizes = [kind.itemsize * size.numel() for _, each in layouts for key, (kind, size) in each.items() if key not in shared]
+    shape, given = shape_of(PRESETS[preset]), {"mode": mode, "states": states, "optimizer": optimizer}
+    on_gpu = estimate(shape, Setting(**given), StepPasses(sequence=64))
+    found = estimate(shape, Setting(**given, states_on="host"), StepPasses(sequence=64))
+    assert (on_gpu.host, on_gpu.streamed) == (0, 0)
+    assert found.host == sum(1 << math.ceil(math.log2(size)) for size in sizes)
+    assert found.streamed == pytest.approx(sum(sizes), rel=0.01)
+    assert on_gpu.parts["masters"] + on_gpu.parts["states"] == pytest.approx(found.streamed)
+    groups = host_states.HostStates().groups(made.members())
+    largest = max(sum(part_bytes(made.members()[part.position], part.rows, shared) for part in group) for group in groups)
+    assert found.parts["masters"] == 0
+    assert largest * 2 <= found.parts["states"] * 1.01
+    assert found.parts["states"] <= max(2.3 * largest, found.streamed)
+
+
+def part_bytes(member, rows, shared) -> int:
+    height = 1 if rows is None else (rows.stop - rows.start) / member.parameter.shape[0]
+    return sum(height * kind.itemsize * size.numel() for key, (kind, size) in layout(member).items() if key not in shared)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def memory(
     compiled: bool = True,
     accumulate: bool = False,
     released: bool = False,
+    states_on: Literal["device", "host"] | None = None,
     save: Literal["codes", "input"] | None = None,
     hold: Literal["both", "one", "none"] | None = None,
     swiglu: Literal["exact", "fp8"] | None = None,
@@ -76,6 +77,7 @@ def memory(
         compiled: Assume blocks that are not compiled; `dither train` compiles them on a GPU.
         accumulate: Assume gradient accumulation over several micro-batches.
         released: Assume that backward updates each block and frees its gradients.
+        states_on: Memory of the optimizer's states: that of the device, or of the host; by default that of the run, or device.
         save: Tensors that cast layers keep of their inputs: codes, or the input; by default that of the run, or codes.
         hold: Layouts of the codes of weights that are held: both, one or none; by default those of the run, or both.
         swiglu: The inputs of SwiGLU that are kept for backward: exact, or as FP8 codes; by default those of the run, or exact.
@@ -86,7 +88,7 @@ def memory(
     """
     from dither.spec.gpus import gpu_named
     from dither.tools.memory import StepPasses, estimate, largest_batch, model_shape
-    from dither.tools.recommend import gpus_here, recommend
+    from dither.tools.recommend import cpu_here, gpus_here, recommend
 
     run = _run_of(model)
     if run is not None and params is not None:
@@ -113,6 +115,7 @@ def memory(
             each,
             compiled=each.compiled and compiled,
             released=each.released or released,
+            states_on=states_on or each.states_on,
             weights=weights or each.weights,
             chunked_logits=each.chunked_logits if logits is None else logits == "chunked",
             memory=replace(each.memory, **options),  # type: ignore[arg-type]
@@ -127,6 +130,8 @@ def memory(
     def in_words() -> None:
         title = f"{shape.parameters:,} parameters, {passes.batch} x {passes.sequence} tokens per pass: GiB"
         _print(title, estimates, batches, place)
+        if shortage := _host_shortage(estimates, cpu_here().memory):
+            print_text(f"\n{shortage}")
         if place is not None and best is not None:
             _print_recommendation(place, best)
 
@@ -169,6 +174,7 @@ def _run_of(model: str | None) -> _RunShape | None:
         sampling="none" if sampling is None else "recomputed" if sampling.recompute else "kept",
         compiled=config.run.compile is not False,
         released=config.optim.release_gradients,
+        states_on=config.optim.states_on,
         memory=precision.memory,
     )
     number = 1 if data.micro_batch in (None, data.batch) else 2
@@ -216,9 +222,21 @@ def _print(title: str, estimates: Mapping[str, MemoryEstimate], batches: Mapping
     rows = [(part.replace("_", " "), *cells) for part, cells in zip(PARTS, gib, strict=True) if set(cells) != {"0.00"}]
     rows.append(("peak", *(f"{found.peak / GIB:.2f}" for found in estimates.values())))
     rows.append(("at", *(found.moment for found in estimates.values())))
+    if any(found.host for found in estimates.values()):
+        rows.append(("in host memory", *(f"{found.host / GIB:.2f}" for found in estimates.values())))
     if gpu is not None:
         rows.append((f"largest batch, {gpu.name}", *map(str, batches.values())))
     print_table(title, ("part", *estimates), rows, right=range(1, len(estimates) + 1))
+
+
+def _host_shortage(estimates: Mapping[str, MemoryEstimate], memory: int) -> str:
+    """Return a sentence if this machine has too little memory for states in host memory, or "" if not or not known."""
+    from dither.tools.memory import GIB
+
+    most = max(found.host for found in estimates.values())
+    if not memory or most <= memory:
+        return ""
+    return f"States in host memory need {most / GIB:.1f} GiB of it, and this machine has {memory / GIB:.1f} GiB."
 
 
 def _print_recommendation(gpu: Gpu, best: Recommendation) -> None:

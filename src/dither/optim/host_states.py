@@ -7,8 +7,8 @@ While one group is updated in a slot, the next one is copied into the other, on 
     copies to the host                                 | a           | b
 
 Updates in a backward pass (`release_gradients`) leave its products time for the copies. A group is copied ahead of its update
-if the step has had the same groups as the last one so far. Between steps, host memory has all states, and no slot has any. On a CPU the
-same copies are made, one after the other.
+if the step has had the same groups as the last one so far. Between steps, host memory has all states, and no slot has any. On
+a CPU the same copies are made, one after the other.
 """
 
 from collections.abc import Iterator, Sequence

@@ -77,15 +77,16 @@ def _stored_shape(shape: torch.Size, update: Update) -> torch.Size:
     return torch.Size((*shape[:-1], update.bytes_per_row(shape[-1]))) if update.packed else shape
 
 
-def new(member: Member) -> State:
-    """Return the state of a parameter before its first step."""
+def new(member: Member, device: torch.device | None = None) -> State:
+    """Return the state of a parameter before its first step, its moments on `device` if given."""
     part = member.oriented(local(member.parameter))
     state = {"step": torch.zeros((), dtype=torch.int64, device=part.device)}
+    device = part.device if device is None else device
     for key, signed in moments_of(member).items():
         if member.role is not None and key == "exp_avg_sq":
-            state[key] = torch.zeros(member.runs, device=part.device)
+            state[key] = torch.zeros(member.runs, device=device)
         else:
-            state |= _placed(member, key, *zero_state(matrix_size(part), member.update, signed, part.device))
+            state |= _placed(member, key, *zero_state(matrix_size(part), member.update, signed, device))
     return state | _extra(member, {})
 
 
@@ -209,12 +210,13 @@ def settle(state: State, member: Member, before: Update, keep: Callable[[Tensor]
     A state is created at the first gradient. It is converted if the group, the parameter or the state was edited since the
     last step; `before` is the update that it was written with.
 
-    keep: moves a tensor to where states are kept; by default to the device of the parameter.
+    keep: moves a tensor to where states are kept in host memory; by default they are on the device of the parameter.
     """
     update, device = member.update, local(member.parameter).device
+    home = None if keep is None else torch.device("cpu")
     keep = keep or partial(on_device, device=device)
     if not state:
-        state.update(kept(new(member), keep))
+        state.update(kept(new(member, home), keep))
         return
     if "step" not in state:
         raise UserError(f"The state of {member.name} has {', '.join(map(str, state))} and no step: delete it to start afresh.")

@@ -21,7 +21,7 @@ from dither.spec.formats import TABLE, Format
 from dither.spec.gpus import GIB as GIB
 from dither.spec.layer import chunk_rows
 from dither.spec.modes import MODES
-from dither.spec.optimizer import BLOCKS, WHOLE, state_bytes
+from dither.spec.optimizer import BLOCKS, STREAMED, WHOLE, state_bytes
 from dither.spec.recipes import recipe
 
 ALIGNED = 64
@@ -176,6 +176,8 @@ class Setting:
     """True if each block is compiled separately, as `dither train` does on a GPU."""
     released: bool = False
     """True if backward updates each block and frees its gradients (`dither.optim.release_gradients`)."""
+    states_on: Literal["device", "host"] = "device"
+    """Memory of the optimizer's states and masters: the GPU's, or the host's, from which a step copies some at a time."""
     residual: str | None = None
     """Format of the residual stream, as FSDP2's mixed precision sets it; None means that of the parameters."""
     memory: MemoryOptions = MemoryOptions()  # noqa: RUF009 (frozen)
@@ -194,6 +196,7 @@ class Setting:
         if self.gradients is not None:
             _choose("format of gradients", self.gradients, ("fp32", "bf16"))
         _choose("optimizer", self.optimizer, ("adamw", "adam-mini", "muon"))
+        _choose("memory of states", self.states_on, ("device", "host"))
         _choose("kind of sampling", self.sampling, ("none", "kept", "recomputed"))
         if self.residual is not None:
             _choose("format of the residual stream", self.residual, WHOLE)
@@ -272,6 +275,10 @@ class MemoryEstimate:
 
     moments: Mapping[str, Mapping[str, int]]
     """{moment: {part: bytes}}."""
+    host: int = 0
+    """Bytes of pinned host memory for states and masters, if they are kept there."""
+    streamed: int = 0
+    """Bytes that a step copies from there to the GPU, and as many back."""
 
     @functools.cached_property
     def moment(self) -> str:
@@ -290,7 +297,8 @@ class MemoryEstimate:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the peak as plain values for JSON."""
-        return {"memory_bytes": dict(self.parts), "peak_bytes": self.peak, "peak_moment": self.moment}
+        found = {"memory_bytes": dict(self.parts), "peak_bytes": self.peak, "peak_moment": self.moment}
+        return found | ({"host_bytes": self.host, "streamed_bytes": self.streamed} if self.host else {})
 
 
 def code_bytes(cast: Cast, rows: int, columns: int) -> float:
@@ -322,6 +330,43 @@ def resident(shape: Shape, setting: Setting) -> dict[str, int]:
         "masters": round(count * storage.masters),
         "states": round(moments * state_bytes(storage.states, setting.state_block)),
     }
+
+
+def slot_bytes(shape: Shape, setting: Setting) -> int:
+    """Return the bytes on the GPU through which states in host memory are streamed: two groups of parameters.
+
+    Matrices whose update needs all of them, because they are stored as codes, orthogonalized, or share second moments, are not
+    divided.
+    """
+    whole = shape.width * shape.feed_forward
+    largest = {"adamw": whole if setting.weights == "fp8" else 0, "adam-mini": shape.output_weights, "muon": whole}
+    weights = min(max(STREAMED, largest[setting.optimizer]), shape.parameters)
+    moments = 1 if setting.optimizer == "adam-mini" else 2
+    per_weight = moments * state_bytes(setting.storage.states, setting.state_block) + setting.storage.masters
+    return round(2 * weights * per_weight)
+
+
+def pinned_bytes(shape: Shape, setting: Setting) -> int:
+    """Return the bytes of pinned host memory for states and masters: torch rounds each tensor up to a power of two.
+
+    >>> from dither.spec.gpus import GIB
+    >>> eight = Setting(mode="bf16-sr", states="companded8", states_on="host")
+    >>> round(pinned_bytes(llama3_of(8e9), eight) / GIB, 1), round(resident(llama3_of(8e9), eight)["states"] / GIB, 1)
+    (17.0, 15.4)
+    """
+    d, q, k, f = shape.width, shape.query_width, shape.key_width, shape.feed_forward
+    layers, output = shape.layers, shape.output_weights
+    experts = shape.experts * layers
+    matrices = [(d * q, 2 * layers, True), (d * k, 2 * layers, True), (d * f, (3 if shape.gated else 2) * experts, True)]
+    matrices += [(output, 1 if shape.tied else 2, False), (shape.positions * d, 1, False)]
+    storage, total = setting.storage, 0
+    for weights, number, in_block in matrices:
+        one = setting.optimizer == "adam-mini" or (setting.optimizer == "muon" and in_block)
+        codes = state_bytes(storage.states, setting.state_block)
+        scales = 0.0 if storage.states in WHOLE else 4 / setting.state_block
+        sizes = [codes - scales, scales] * (1 if one else 2) + [float(storage.masters)]
+        total += number * sum(1 << math.ceil(math.log2(weights * size)) for size in sizes if weights * size)
+    return total
 
 
 @functools.cache
@@ -717,7 +762,12 @@ def _stage(shape: Shape, setting: Setting, passes: StepPasses, layout: Scheduled
     c, g = format_bytes(storage.compute), format_bytes(storage.gradients)
     weights = shape.block_weights * layers / shape.layers / tp
     output = shape.output_weights / tp if last else 0.0
-    still = {part: size * (held / shape.parameters) for part, size in resident(shape, setting).items()}
+    share = held / shape.parameters
+    still = {part: size * share for part, size in resident(shape, setting).items()}
+    host = streamed = 0.0
+    if setting.states_on == "host":
+        streamed, host = still["masters"] + still["states"], pinned_bytes(shape, setting) * share
+        still |= {"masters": 0.0, "states": min(slot_bytes(shape, setting), streamed)}
 
     narrow = c if storage.autocast else 0
     per_weight = (weight_code_bytes(shape, setting) - shape.output_weights * narrow) / shape.block_weights
@@ -774,5 +824,7 @@ def _stage(shape: Shape, setting: Setting, passes: StepPasses, layout: Scheduled
                 for moment in MOMENTS
                 if moment in moments
             }
-        )
+        ),
+        host=round(host),
+        streamed=round(streamed),
     )

@@ -31,6 +31,7 @@ from dither.tools.memory import (
     dense,
     estimate,
     largest_batch,
+    pinned_bytes,
     shape_of,
     shape_of_section,
 )
@@ -221,6 +222,7 @@ SAVINGS = (
         "gradients are clipped by the norm of the previous step; at 8B this and the two before it cost 2 % of the speed",
     ),
     Saving({"parallel.checkpointing": "full"}, "a quarter of the speed (8B on an H200), and the same numbers"),
+    Saving({"optim.states_on": "host"}, "the same numbers"),
     Saving({"precision.weights": "fp8"}, "weights have 4 significant bits and noise; the effect on losses was not measured"),
     Saving({"precision.states": "dynamic4"}, "states of 4 bits; the effect on losses was not measured"),
 )
@@ -322,6 +324,7 @@ def _setting(chosen: Mapping[str, Any]) -> Setting:
         choice.setting,
         memory=memory,
         released=bool(chosen.get("optim.release_gradients")),
+        states_on=chosen.get("optim.states_on", "device"),
         weights=chosen.get("precision.weights"),
         chunked_logits=chosen.get("precision.logits") == "chunked",
     )
@@ -334,6 +337,11 @@ CHEAP = 3
 """The first savings cost next to nothing: with fewer of them a step is not divided into passes."""
 
 RELEASED = "optim.release_gradients"
+
+ON_HOST = "optim.states_on"
+
+LINK = 50e9
+"""Bytes per second between host memory and a GPU, each way: about those of PCIe 5.0 x16."""
 
 FIT_FIELDS = (
     "precision.mode",
@@ -356,11 +364,20 @@ class Fitted:
     passes: StepPasses
 
 
-def within(shape: Shape, gpu: Gpu, batch: int, sequence: int, fixed: Mapping[str, Any] = MappingProxyType({})) -> Fitted:
+def within(
+    shape: Shape,
+    gpu: Gpu,
+    batch: int,
+    sequence: int,
+    fixed: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    host: int | None = None,
+) -> Fitted:
     """Return the settings that cost least with which a step of `batch` sequences fits into the memory of a GPU.
 
     Savings are added one by one. From the third on, a step is also divided into passes of fewer sequences, of 2,048 tokens or
-    more; gradients of several passes accumulate, and are not released. If nothing fits, a UserError says what would.
+    more; gradients of several passes accumulate, and are not released. States are kept in host memory if it has room for them
+    twice, since a checkpoint copies them. If nothing fits, a UserError says what would.
 
     Args:
         shape: Sizes of the model.
@@ -368,6 +385,7 @@ def within(shape: Shape, gpu: Gpu, batch: int, sequence: int, fixed: Mapping[str
         batch: Sequences per step.
         sequence: Tokens per sequence.
         fixed: Values by path in a config that are set already.
+        host: Bytes of host memory; None means enough.
 
     >>> from dither.spec.gpus import GPUS
     >>> from dither.tools.memory import llama3_of
@@ -379,11 +397,19 @@ def within(shape: Shape, gpu: Gpu, batch: int, sequence: int, fixed: Mapping[str
     base: dict[str, Any] = {"precision.mode": "bf16-sr"} | ({"precision.recipe": "fp8-current"} if casts else {})
     base |= {path: value for path, value in fixed.items() if path in FIT_FIELDS}
     tried: list[Fitted] = []
+    short = 0  # bytes of states that host memory has no room for
     for number in range(len(SAVINGS) + 1):
         savings = [saving for saving in SAVINGS[:number] if _applies(saving, fixed, base)]
         if number and not _applies(SAVINGS[number - 1], fixed, base):
             continue
         chosen = base | {path: value for saving in savings for path, value in saving.settings.items()}
+        if host is not None and ON_HOST in chosen and ON_HOST not in fixed:
+            pinned = pinned_bytes(shape, _setting(chosen))
+            if 2 * pinned > host:
+                short = short or pinned
+                del chosen[ON_HOST]
+                if ON_HOST in SAVINGS[number - 1].settings:
+                    continue
         for part in _micro_batches(batch, sequence, fixed, number >= CHEAP):
             settings = chosen if part == batch else {**_accumulating(chosen, fixed), "data.micro_batch": part}
             again: Checkpointing = settings.get("parallel.checkpointing", "none")
@@ -393,7 +419,7 @@ def within(shape: Shape, gpu: Gpu, batch: int, sequence: int, fixed: Mapping[str
             found = estimate(shape, _setting(settings), passes)
             costs = tuple(
                 f"{' '.join(f'{path}={value}' for path, value in saving.settings.items() if settings.get(path) == value)}: "
-                f"{saving.cost}"
+                f"{saving.cost}{_streaming(found, settings) if ON_HOST in saving.settings else ''}"
                 for saving in savings
                 if all(settings.get(path) == value for path, value in saving.settings.items())
             )
@@ -402,7 +428,8 @@ def within(shape: Shape, gpu: Gpu, batch: int, sequence: int, fixed: Mapping[str
             tried.append(Fitted(settings, costs, found, passes))
             if found.peak <= gpu.usable:
                 return tried[-1]
-    raise UserError(_too_small(shape, gpu, batch, sequence, tried))
+    room = f"; {short / GIB:.1f} GiB of states would need twice that in host memory" if short else ""
+    raise UserError(f"{_too_small(shape, gpu, batch, sequence, tried)}{room}.")
 
 
 def _applies(saving: Saving, fixed: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
@@ -412,6 +439,15 @@ def _applies(saving: Saving, fixed: Mapping[str, Any], base: Mapping[str, Any]) 
     if "precision.save" in saving.settings and base.get("precision.recipe") is None:
         return False
     return all(fixed.get(path, value) == value for path, value in saving.settings.items())
+
+
+def _streaming(found: MemoryEstimate, settings: Mapping[str, Any]) -> str:
+    """Return what states in host memory cost, as the end of a sentence."""
+    when = "beside" if RELEASED in settings else "after"
+    return (
+        f", and {found.host / GIB:.1f} GiB of host memory; {found.streamed / 1e9:.1f} GB to the GPU and back per step, "
+        f"{found.streamed / LINK:.2f} s at {LINK / 1e9:.0f} GB/s, {when} the backward pass"
+    )
 
 
 def _accumulating(chosen: Mapping[str, Any], fixed: Mapping[str, Any]) -> dict[str, Any]:
@@ -428,7 +464,7 @@ def _micro_batches(batch: int, sequence: int, fixed: Mapping[str, Any], several:
 
 
 def _too_small(shape: Shape, gpu: Gpu, batch: int, sequence: int, tried: Sequence[Fitted]) -> str:
-    """Return one sentence: the smallest peak, and what would fit."""
+    """Return one sentence without its full stop: the smallest peak, and what would fit."""
     best = min(tried, key=lambda fitted: fitted.estimate.peak)
     needs = math.ceil((best.estimate.peak + CONTEXT) / (1 - MARGIN) / GIB)
     fits = [f"a GPU with {needs} GiB"]
@@ -447,7 +483,7 @@ def _too_small(shape: Shape, gpu: Gpu, batch: int, sequence: int, tried: Sequenc
     return (
         f"A step of {batch} x {sequence} tokens of {shape.parameters:,} parameters needs {best.estimate.peak / GIB:.1f} GiB at "
         f"least ({' '.join(f'{path}={value}' for path, value in best.settings.items())}), and {gpu.usable / GIB:.1f} of "
-        f"{gpu.memory / GIB:.0f} GiB can be used: what fits is {', or '.join(fits)}."
+        f"{gpu.memory / GIB:.0f} GiB can be used: what fits is {', or '.join(fits)}"
     )
 
 
@@ -487,7 +523,7 @@ def fitted_config(config: Config, memory: int | None, stored: Config | None = No
     if config.precision.output is not None:
         fixed |= {"precision.logits": "whole", "precision.weights": None}
     shape = dense(shape_of_section(config.model, config.model.vocab))
-    found = within(shape, gpu, config.data.batch, config.data.sequence, fixed)
+    found = within(shape, gpu, config.data.batch, config.data.sequence, fixed, host=cpu_here().memory or None)
     taken = {path: value for path, value in found.settings.items() if path in open_fields}
     lines = [
         f"Fit into {gpu.memory / GIB:.0f} GiB of {gpu.name}: {' '.join(f'{path}={value}' for path, value in taken.items())}",
