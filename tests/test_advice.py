@@ -126,6 +126,22 @@ def test_memory_by_part_and_mode(capsys):
     assert "o1 + fp8-block + int8" in capsys.readouterr().out
 
 
+def test_memory_of_states_in_host_memory(capsys, monkeypatch):
+    words = ["memory", "llama-1b", "--mode", "bf16-sr", "--states", "companded8", "bf16"]
+    assert cli.main(words) == 0
+    assert "host memory" not in capsys.readouterr().out
+    monkeypatch.setattr("dither.tools.recommend.cpu_here", lambda: Gpu("cpu", None, 4 * GIB))
+    assert cli.main([*words, "--states-on", "host"]) == 0
+    shown = capsys.readouterr().out
+    rows = {line.split("  ")[1]: line.split() for line in shown.splitlines() if line.startswith("  ")}
+    assert rows["states"][1:] == ["0.26", "0.50"]
+    assert rows["in host memory"][3:] == ["3.09", "6.00"]  # matrices of 2048 x 5632 are rounded up by 45 %
+    assert shown.splitlines()[-1] == "States in host memory need 6.0 GiB of it, and this machine has 4.0 GiB."
+    assert cli.main([*words, "--states-on", "host", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["estimates"]["bf16-sr + bf16"]
+    assert (found["streamed_bytes"], round(found["host_bytes"] / GIB, 2)) == (4 * 1261529088, 6.0)
+
+
 def test_memory_as_json(capsys):
     words = ["memory", "llama-1b", "--mode", "o1", "bf16-sr", "--json"]
     assert cli.main([*words, "--gpu", "h200"]) == 0

@@ -10,7 +10,7 @@ import pytest
 from dither import UserError, cli
 from dither.commands.train import resolve, summary
 from dither.models import open_model
-from dither.spec.gpus import GPUS
+from dither.spec.gpus import GIB, GPUS, Gpu
 from dither.train import config as configs
 from dither.train.config import Config, Precision, describe, dumps
 from dither.train.loop import Outcome
@@ -201,11 +201,12 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Config]:
 
     monkeypatch.setattr("dither.train.loop.train", run)
     monkeypatch.setattr("dither.tools.recommend.gpus_here", lambda: (GPUS["h200"],))
+    monkeypatch.setattr("dither.tools.recommend.cpu_here", lambda: Gpu("cpu", None, 64 * GIB))
     return configs
 
 
 def test_gpu_memory_chooses_what_costs_least_and_fits(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], begun: list[Config]
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], begun: list[Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = {
         "model_type": "llama",
@@ -218,14 +219,18 @@ def test_gpu_memory_chooses_what_costs_least_and_fits(
     (tmp_path / "config.json").write_text(json.dumps(config))
     words = ["train", "--data", str(text), "data.sequence=4096", "data.batch=2", f"model.hf={tmp_path / 'config.json'}"]
     chosen = {}
-    for size in ("24GB", "48GB", "80GB", "all"):
+    for size in ("16GB", "24GB", "48GB", "80GB", "all"):
         assert cli.main([*words, "--gpu-memory", size]) == 0
         chosen[size] = begun[-1]
     said = capsys.readouterr().out
     assert "cost             precision.weights=fp8: weights have 4 significant bits" in said
-    assert "expected memory  20.2 of 22.0 GiB (estimate)" in said
-    small, middle, large, whole = chosen.values()
-    assert (small.precision.weights, small.precision.states, small.parallel.checkpointing) == ("fp8", "dynamic4", "full")
+    assert "expected memory  19.0 of 22.0 GiB (estimate)" in said
+    streamed = "17.0 GiB of host memory; 16.6 GB to the GPU and back per step, 0.33 s at 50 GB/s, beside the backward pass"
+    assert f"cost             optim.states_on=host: the same numbers, and {streamed}" in said
+    least, small, middle, large, whole = chosen.values()
+    assert [each.optim.states_on for each in chosen.values()] == ["host", "host", "device", "device", "device"]
+    assert (least.precision.weights, least.precision.states, least.parallel.checkpointing) == ("fp8", "companded8", "full")
+    assert (small.precision.weights, small.precision.states, small.parallel.checkpointing) == (None, "companded8", "full")
     assert (middle.precision.weights, middle.precision.states, middle.optim.release_gradients) == (None, "companded8", True)
     assert (large.precision.logits, large.precision.hold, large.parallel.checkpointing) == ("chunked", "both", "none")
     assert whole.precision.states is None
@@ -236,13 +241,21 @@ def test_gpu_memory_chooses_what_costs_least_and_fits(
     assert cli.main([*words, "--gpu-memory", "48GB", "--set", "data.micro_batch=1", "precision.states=bf16"]) == 2
     assert "precision.states=bf16" in capsys.readouterr().err
     for more, message in (
-        (["--gpu-memory", "16GB"], "needs 20.2 GiB at least .*14.4 of 16 GiB can be used: what fits is a GPU with 23 GiB"),
+        (["--gpu-memory", "12GB"], "needs 12.4 GiB at least .*10.5 of 12 GiB can be used: what fits is a GPU with 14 GiB"),
         (["--gpu-memory", "big"], "such as 24GB or 80GB, not 'big'"),
         (["--gpu-memory", "24GB", "--fast"], "leave out --fast"),
         (["--gpu-memory", "24GB", "--set", "snip.target=0.5", "precision.recipe=fp8-block"], "leave out lora, snip"),
     ):
         assert cli.main([*words, *more]) == 2
         assert re.search(message, capsys.readouterr().err)
+    # Host memory with room for 4-bit states alone, twice, since a checkpoint copies them; and with room for none.
+    for memory, where, states in ((24, "host", "dynamic4"), (12, "device", "dynamic4")):
+        monkeypatch.setattr("dither.tools.recommend.cpu_here", lambda memory=memory: Gpu("cpu", None, memory * GIB))
+        assert cli.main([*words, "--gpu-memory", "24GB"]) == 0
+        found = begun[-1]
+        assert (found.optim.states_on, found.precision.states, found.precision.weights) == (where, states, "fp8")
+    assert cli.main([*words, "--gpu-memory", "16GB"]) == 2
+    assert "17.0 GiB of states would need twice that in host memory." in capsys.readouterr().err
 
 
 def test_fast_takes_what_was_measured_and_leaves_what_is_set(

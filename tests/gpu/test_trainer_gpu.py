@@ -67,6 +67,18 @@ def test_all_that_saves_memory(tmp_path, checkpointing):
     assert train(asked, resume=True).loss < first.loss
 
 
+@pytest.mark.parametrize("released", [False, True])
+def test_states_in_host_memory(tmp_path, released):
+    """With CUDA graphs of passes where gradients are not released; and a resumed run takes the states back."""
+    asked = config(tmp_path, "run", 12, mode="bf16-sr", recipe="fp8-current", states="companded8")
+    optim = replace(asked.optim, states_on="host")
+    if released:
+        optim = replace(optim, release_gradients=True, clip_norm="previous")
+        asked = replace(asked, data=replace(asked.data, micro_batch=None))
+    first = train(replace(asked, optim=optim, run=replace(asked.run, steps=6)))
+    assert train(replace(asked, optim=replace(optim, states_on="device")), resume=True).loss < first.loss
+
+
 def test_a_gpu_that_is_not_there(tmp_path):
     asked = config(tmp_path, "run", 2)
     with pytest.raises(UserError, match="There is no GPU 'cuda:99'"):
