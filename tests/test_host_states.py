@@ -1,7 +1,9 @@
 """Optimizer states in host memory: the bits of resident ones, slots, the order of copies, and what is refused."""
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -223,6 +225,10 @@ def loaded(model: Net, optimizer: AdamW) -> None:
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
+def of_torch(model: Net, optimizer: AdamW) -> None:
+    optimizer.load_state_dict(copy.deepcopy(dither.optim.torch_state_dict(optimizer)))
+
+
 def added(model: Net, optimizer: AdamW) -> None:
     model.more = nn.Parameter(torch.ones(24, dtype=torch.bfloat16))
     model.layers[0].register_parameter("more", model.more)
@@ -230,7 +236,7 @@ def added(model: Net, optimizer: AdamW) -> None:
     model.more.grad = torch.ones_like(model.more)
 
 
-@pytest.mark.parametrize("edit", [cleared, replaced, written, reformatted, reset, loaded, added])
+@pytest.mark.parametrize("edit", [cleared, replaced, written, reformatted, reset, loaded, of_torch, added])
 @pytest.mark.parametrize("kind", ["dynamic8", "24-bit masters"])
 def test_edits_between_steps(kind: str, edit: Callable[[Net, AdamW], None]) -> None:
     runs = [made(kind, where) for where in ("device", "host")]
@@ -239,6 +245,15 @@ def test_edits_between_steps(kind: str, edit: Callable[[Net, AdamW], None]) -> N
         edit(model, optimizer)
         train(model, optimizer, range(3, STEPS))
     assert_same(*runs)
+
+
+def test_states_that_are_replaced_are_freed() -> None:
+    model, optimizer = made("dynamic8", "host")
+    train(model, optimizer, range(2))
+    old = weakref.ref(optimizer.state[model.layers[0].up.weight]["exp_avg"])
+    loaded(model, optimizer)
+    gc.collect()
+    assert old() is None
 
 
 # Slots and the order of copies ----------------------------------------------------------------------------------------

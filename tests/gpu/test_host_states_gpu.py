@@ -188,5 +188,7 @@ def test_a_state_moves_between_memories() -> None:
         other, again = made("dynamic8", then)
         other.load_state_dict(net.state_dict())
         again.load_state_dict(optimizer.state_dict())
+        held = [value for state in again.state.values() for key, value in state.items() if key != "step"]
+        assert all(value.is_pinned() == (then == "host") for value in held)
         train(other, again, range(3, STEPS))
         assert_same(straight, (other, again))

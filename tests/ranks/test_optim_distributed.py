@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from worlds import on_ranks
 
 from dither import UserError
+from dither.ops import ranks
 from dither.ops.ranks import reduce_shards, shards
 from dither.optim import AdamMini, AdamW, Muon, NonFiniteError, Role, host_states, muon_groups
 
@@ -243,7 +244,15 @@ def backward(net: nn.Module, step: int) -> None:
 def test_states_in_host_memory() -> None:
     """In groups of 1,500 weights, of which a shard of the largest parameter has more: the bits of resident whole ones."""
     with mock.patch.object(host_states, "STREAMED", 1500):
-        check_cuts(init_device_mesh("cpu", (2,)), ALL, states_on="host")
+        mesh = init_device_mesh("cpu", (2,))
+        check_cuts(mesh, ALL, states_on="host")
+        with mock.patch.object(Tensor, "is_pinned", return_value=True):  # so that each tensor is copied to host memory
+            check_cuts(mesh, FEW, states_on="host")
+    # Shards of 384 and 382 numbers: ranks divide parameters alike, though one rank's groups would have had room for more.
+    named = {name: nn.Parameter(distribute(start(torch.bfloat16)[name], mesh, [Shard(-1)])) for name in ("few", "norm")}
+    with mock.patch.object(host_states, "STREAMED", 388):
+        groups = host_states.HostStates().groups(AdamW(named.items()).members())
+    assert all(each == ranks.gather(groups)[0] for each in ranks.gather(groups))
 
 
 @on_ranks(4)

@@ -123,7 +123,9 @@ class HostStates:
         return DTensor(host, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     def check(self, members: Sequence[Member]) -> None:
-        """Raise if host memory is too small for the states of these parameters."""
+        """Raise if host memory is too small for the states of these parameters, which do not exist yet."""
+        if not members:
+            return
         needed, there = sum(map(_state_bytes, members)), available_memory()
         if there is not None and needed > there:
             raise UserError(

@@ -154,7 +154,7 @@ def memory_parts(trainer: Trainer) -> dict[str, int]:
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 names = {"master": "master weights", "master_low": "master weights", "remainder": "rounding errors"}
-                part = names.get(key, "optimizer states") + (" in host memory" if on_host and value.dim() else "")
+                part = names.get(key, "optimizer states") + (" in host memory" if on_host else "")
                 found[part] = found.get(part, 0) + local(value).nbytes
     casts = sum(local(buffer).nbytes for buffer in trainer.model.buffers())
     for layer in trainer.model.modules():
