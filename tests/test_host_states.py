@@ -15,8 +15,9 @@ import dither
 from dither import UserError, checkpoint
 from dither.nn import store_weights
 from dither.optim import AdamMini, AdamW, Muon, Role, host_states, muon_groups, release_gradients
+from dither.optim import states as optimizer_states
 from dither.optim.batches import Arrangement
-from dither.optim.host_states import CopyStream, HostStates
+from dither.optim.host_states import CopyStream, HostStates, StatePart
 
 STEPS = 6
 
@@ -136,8 +137,9 @@ def test_bits_with_released_gradients(kind: str) -> None:
     assert_same(*runs)
 
 
-def test_weights_that_exist_as_codes() -> None:
+def test_weights_that_exist_as_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their scale is that of the whole matrix after the step: they are not divided."""
+    monkeypatch.setattr(host_states, "STREAMED", 300)
     runs = []
     for where in ("device", "host"):
         model = net(torch.float32)
@@ -342,6 +344,32 @@ def test_the_next_group_is_copied_before_this_one_goes_back(released: bool, copi
     assert len(first) < ways.count("out") <= ways.count("in") <= ways.count("out") + 1
 
 
+def test_what_was_copied_ahead_in_vain_is_copied_again() -> None:
+    """A group that followed in the last step and did not in this one may have been edited before the next."""
+    streams, cpu = HostStates(), torch.device("cpu")
+    states = {name: [{"exp_avg": torch.ones(4)}] for name in "abc"}
+    parts = [StatePart(0, None)]
+    for step in ("abc", "ab", "c"):
+        streams.begin()
+        if step == "c":
+            states["c"][0]["exp_avg"].fill_(7)
+        for name in step:
+            with streams.lent(name, parts, states[name], cpu) as loan:
+                loan.states[0]["exp_avg"].add_(1)
+    assert [float(states[name][0]["exp_avg"][0]) for name in "abc"] == [3, 3, 8]
+
+
+def test_weights_are_written_back_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masters of resets lie in host memory: what was written to a copy on the device goes there."""
+    runs = [made("24-bit masters", where) for where in ("device", "host")]
+    train(*runs[0], range(2))
+    reset(*runs[0])
+    train(*runs[1], range(2))
+    monkeypatch.setattr(optimizer_states, "on_device", lambda value, device: value.clone() if value.dim() else value)
+    reset(*runs[1])
+    assert_same(*runs)
+
+
 def test_two_slots_of_the_largest_group() -> None:
     model, optimizer = made("companded8", "host", block=128)
     train(model, optimizer, range(2))
@@ -357,7 +385,7 @@ def test_two_slots_of_the_largest_group() -> None:
     assert [slot.data_ptr() for slot in optimizer._host.slots] == before
 
 
-def test_groups() -> None:
+def test_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = made("bf16", "host")
     groups = HostStates().groups(optimizer.members())
     names = [[optimizer.members()[part.position].name for part in group] for group in groups]
@@ -367,6 +395,7 @@ def test_groups() -> None:
     assert all(len(group) == 1 or size <= 1000 for group, size in zip(names, sizes, strict=True))
     assert [name for group in names for name in dict.fromkeys(group)].count("head.weight") == 3
     # What is orthogonalized or shares second moments is whole.
+    monkeypatch.setattr(host_states, "STREAMED", 300)
     for kind in ("Muon", "Adam-mini"):
         _, other = made(kind, "host")
         members = [member for member in other.members() if member.muon or member.role is not None]

@@ -226,7 +226,7 @@ def test_states_in_host_memory_are_those_of_the_optimizer(preset, mode, states, 
     largest = max(sum(part_bytes(made.members()[part.position], part.rows, shared) for part in group) for group in groups)
     assert found.parts["masters"] == 0
     assert largest * 2 <= found.parts["states"] * 1.01
-    assert found.parts["states"] <= max(2.3 * largest, found.streamed)
+    assert found.parts["states"] == pytest.approx(found.streamed) or found.parts["states"] <= 2.3 * largest
 
 
 def part_bytes(member, rows, shared) -> int:
