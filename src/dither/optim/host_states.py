@@ -165,6 +165,7 @@ class HostStates:
             divides = member.role is None and not member.muon and member.coded is None and part.numel() > STREAMED
             if divides and rows > 1:
                 height = max(1, STREAMED // part.shape[-1])
+                height -= height % 16 if height > 16 else 0  # parts of any dtype begin at multiples of 16 bytes
                 parts = [slice(start, min(start + height, rows)) for start in range(0, rows, height)]
             for rows_of_part in parts:
                 weights = member.parameter.numel() if len(parts) == 1 else STREAMED
@@ -199,8 +200,10 @@ class HostStates:
             if following is not None and following.slot != loan.slot:
                 self._fetch(following)
                 self._ahead = following
-        yield loan
-        back.follow(None)
+        try:
+            yield loan
+        finally:
+            back.follow(None)  # also of an update that failed, since the slot is used again
         back.copy(loan.host, loan.device)
 
     def _fetch(self, loan: Loan) -> None:
