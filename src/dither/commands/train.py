@@ -87,6 +87,7 @@ def train(
     from dither.tools.recommend import fastest_config, fitted_config, memory_of
     from dither.train.loop import Outcome
     from dither.train.loop import train as run
+    from dither.train.ranks import check_device
     from dither.train.records import Progress
 
     if fields:
@@ -109,6 +110,7 @@ def train(
         config.parallel.sizes(nproc)
         return launch(nproc, _words(file, sources, settings, how, start_from, out or folder, fast=fast))
     if fast or gpu_memory is not None or config.precision.recipe == AUTO:
+        check_device(config.run.device)
         folder_of_run = Path(config.run.out)
         stored = _stored(folder_of_run) if how and os.path.isfile(folder_of_run / CONFIG) else None
         if gpu_memory is not None:

@@ -425,6 +425,12 @@ def everywhere(error: Raised) -> Raised:
     return error
 
 
+def check_device(device: str) -> None:
+    """Raise if `device`, the setting run.device, needs a GPU and there is none."""
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"run.device={device!r} needs a GPU, and torch finds none here: use 'cpu'.")
+
+
 @contextmanager
 def joined(device: str) -> Iterator[Ranks]:
     """Join the ranks that torchrun started, or run alone.
@@ -438,8 +444,7 @@ def joined(device: str) -> Iterator[Ranks]:
     """
     world = _number("WORLD_SIZE", 1)
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    if kind.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"run.device={device!r} needs a GPU, and torch finds none here: use 'cpu'.")
+    check_device(device)
     if kind == "cuda":  # torch needs the number
         kind = f"cuda:{_number('LOCAL_RANK', 0) if world > 1 else torch.cuda.current_device()}"
     if kind.startswith("cuda:") and int(kind[5:]) >= torch.cuda.device_count():
