@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dither.ops import AmaxHistory, Quantized, Stream, amax, fake_quantize, quantize, quantize_both, round_to, sample
     from dither.parallel import parallelize
     from dither.snip import auto_plan
-    from dither.spec import BitwidthLoss, Cast, LayerPrecision, MemoryOptions, Plan, Sampling, WeightDecay
+    from dither.spec import BitwidthLoss, Cast, LayerPrecision, MemoryOptions, Outliers, Plan, Sampling, WeightDecay
     from dither.spec.bitwidths import safe_bitwidth
     from dither.spec.cast import NamedCast
     from dither.spec.formats import Format
@@ -34,8 +34,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AmaxHistory", "BitwidthLoss", "Cast", "Conversion", "DitherError", "Format", "LayerPrecision", "Linear", "MemoryOptions",
-    "Monitor", "NamedCast", "PerformanceWarning", "Plan", "PlanSchedule", "Quantized", "Recipe", "RoundingRule", "Sampling",
-    "ScaleRule", "Stream", "TransformRule", "UserError", "WeightDecay", "amax", "auto_plan", "bitwidth_loss",
+    "Monitor", "NamedCast", "Outliers", "PerformanceWarning", "Plan", "PlanSchedule", "Quantized", "Recipe", "RoundingRule",
+    "Sampling", "ScaleRule", "Stream", "TransformRule", "UserError", "WeightDecay", "amax", "auto_plan", "bitwidth_loss",
     "capture_passes", "compile", "convert", "deploy",
     "effective_precision", "export", "fake_quantize", "output_loss", "parallelize", "plan_from_bitwidths", "qat", "quantize",
     "quantize_both", "recipe", "register", "rollout_weights", "round_to", "safe_bitwidth", "sample", "sampling_parameters",
@@ -66,7 +66,7 @@ __getattr__ = lazily(
         "ops": "AmaxHistory Quantized Stream amax fake_quantize quantize quantize_both round_to sample",
         "parallel": "parallelize",
         "snip": "auto_plan",
-        "spec": "BitwidthLoss Cast LayerPrecision MemoryOptions Plan Sampling WeightDecay",
+        "spec": "BitwidthLoss Cast LayerPrecision MemoryOptions Outliers Plan Sampling WeightDecay",
     },
 )
 

@@ -31,6 +31,7 @@ SETTINGS = {
     "sr": ['precision.mode="bf16-sr"', 'precision.recipe="fp8-block"', 'precision.states="dynamic8"'],
     "gaussws": ['precision.mode="o1"', 'precision.sampling={parts="od", b_init=7, b_target=5}'],
     "recompute": ['precision.mode="o1"', "precision.sampling={recompute=true}"],
+    "outliers": ['precision.mode="o1"', 'precision.recipe="tetrajet2"', "outliers.start=0.2", "outliers.steps=5"],
     "snip": [
         'precision.mode="bf16-sr"',
         'precision.recipe="fp8-block"',

@@ -19,6 +19,7 @@ from sweeps import only
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import from_first, on_ranks, ranks
 
@@ -241,6 +242,46 @@ def check_clips() -> None:
 
 def test_learned_clips_are_those_of_one_rank_or_refused() -> None:
     ranks(2, check_clips)
+
+
+OUTLIERS = dither.recipe("tetrajet2").with_outliers(dither.Outliers(share=0.2, start=1, steps=2))
+
+
+def outliers_of(kind: str, steps: int = 4) -> list[torch.Tensor]:
+    """Train by one process with two micro-batches, or by two ranks with one each; return channels, norms and weights."""
+    model = Llama(config(), generator=torch.Generator().manual_seed(0))
+    dither.convert(model, OUTLIERS, seed=5)
+    run: nn.Module = model
+    if kind == "FSDP2":
+        run = dither.parallelize(model, Layout(dp_shard=2).mesh("cpu"))
+    elif kind == "DDP":
+        run = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    parts = tokens().chunk(2)
+    alone = dist.new_subgroups(1)[0] if kind == "one" else None
+    for step in range(steps):
+        with dither.step_context(model, step=step, group=alone):
+            for text in parts if kind == "one" else [parts[dist.get_rank()]]:
+                (run(text[:, :-1], text[:, 1:]) / (2 if kind == "one" else 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [whole(value) for value in model.state_dict().values()]
+
+
+def check_outliers() -> None:
+    """Ranks measure all tokens, and choose and train as one process does, bit for bit: sums of two are exact."""
+    expected = outliers_of("one")
+    for kind in ("FSDP2", "DDP"):
+        assert all(torch.equal(one, other) for one, other in zip(outliers_of(kind), expected, strict=True)), kind
+    model = Llama(config(), generator=torch.Generator().manual_seed(0))
+    dither.convert(model, OUTLIERS)
+    with pytest.raises(UserError, match="has outlier channels, whose choice tp=2 shards: use FSDP2 with tp=1"):
+        dither.parallelize(model, Layout(tp=2).mesh("cpu"))
+    assert set(gathered(dither.parallelize(model, Layout(dp_shard=2).mesh("cpu"), gather="codes")).values()) == {"weights"}
+
+
+def test_outlier_channels_are_those_of_one_rank_or_refused() -> None:
+    ranks(2, check_outliers)
 
 
 def trained(model: nn.Module, method: str, layout: Layout, steps: int) -> list[float]:

@@ -56,6 +56,7 @@ METHODS: dict[str, Sequence[str]] = {
     "dynamic8": (*FP32, "precision.states=dynamic8"),
     "adam-mini": (*FP32, "optim.optimizer=adam-mini"),
     "muon": (*FP32, "optim.optimizer=muon", "precision.states=companded8", "muon.matrix_lr=0.001"),
+    "outliers": (*FP32, "precision.recipe=tetrajet2", "outliers.start=0.4", "outliers.steps=1"),
     "snip": (
         *FP8,
         "snip.target=0.5",
@@ -171,8 +172,9 @@ def check_like_one(folder: Path, layout: str, method: str, steps: int) -> tuple[
 
 # The layouts ----------------------------------------------------------------------------------------------------------
 
-THIN = (("FSDP2", "dynamic8", 2), ("FSDP2", "muon", 2), ("PP", "snip", 3))
-"""Layouts, methods and steps that ordinary tests train; the others are exhaustive. SNIP changes the plan at step 2."""
+THIN = (("FSDP2", "dynamic8", 2), ("FSDP2", "muon", 2), ("FSDP2", "outliers", 3), ("PP", "snip", 3))
+"""Layouts, methods and steps that ordinary tests train; the others are exhaustive. SNIP changes the plan at step 2, and outlier
+channels are chosen after it."""
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +238,8 @@ def test_outputs_of_a_model_that_is_cut(thin: Path) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_method_in_every_layout(folder: Path, layout: str) -> None:
     world, batch, more = LAYOUTS[layout]
-    methods = [method for method in METHODS if method != "muon" or "PP" not in layout]  # which is refused
+    refused = {"muon": "PP", "outliers": "TP"}
+    methods = [method for method in METHODS if refused.get(method, "none") not in layout]
     runs = [(f"{layout} {method} 20", batch, [*METHODS[method], *more, "run.steps=20"]) for method in methods]
     ranks(world, train_each, folder, *runs, seconds=1200)
     for method in methods:

@@ -120,6 +120,8 @@ def _held(layer: Linear) -> Quantized:
     assert cast is not None
     if layer.gather is not None or isinstance(layer.weight, DTensor):
         raise UserError(f"The weight of the layer {layer.name!r} is sharded over ranks: rollout_weights takes whole weights.")
+    if layer.outlying.chosen:
+        raise UserError(f"The layer {layer.name!r} has outlier channels, and rollout_weights takes weights of one cast.")
     layout = None if layer.cache.codes is None else layer.cache.codes.across if layer.transposed else layer.cache.codes.along
     if not layer.cache.ready or layout is None:
         raise UserError(

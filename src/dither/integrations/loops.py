@@ -36,7 +36,7 @@ VERSION = 1
 """Version of the file's description."""
 RESTING = "resting:"
 """Prefix of bitwidths whose sampling is switched off; they are not in the model's state_dict."""
-STATES = frozenset((*BITWIDTHS, *(f"{operand}_history" for operand in OPERANDS)))
+STATES = frozenset((*BITWIDTHS, *(f"{operand}_history" for operand in OPERANDS), "outlier_channels", "outlier_norms"))
 """Last parts of the names that conversion adds to a model's state_dict."""
 
 

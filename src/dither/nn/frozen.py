@@ -307,6 +307,8 @@ def _check(layer: Linear) -> None:
         raise UserError(f"The layer {layer.name!r} samples its weight, and a frozen weight is not sampled: leave sampling out.")
     if precision.learned_clip:
         raise UserError(f"The layer {layer.name!r} learns where to clip its weight, which is frozen: leave learned_clip out.")
+    if precision.outliers is not None:
+        raise UserError(f"The layer {layer.name!r} has outlier channels, and a frozen weight has one cast: leave them out.")
     casts: list[Cast | None] = [cast for operand in OPERANDS for cast in precision.casts_of(operand)]
     if any(cast is not None and cast.scaling.kind == "delayed" for cast in casts):
         raise UserError(

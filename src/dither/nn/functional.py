@@ -204,6 +204,8 @@ class Settings(NamedTuple):
     """That of the precision."""
     space: str = ""
     """The transform of the forward product, if backward casts its codes: gradients of input and weight come transformed."""
+    addend: bool = False
+    """True: the output is float32, to be added to another one and rounded once; its gradient has the dtype of the input."""
 
     @property
     def transformed(self) -> bool:
@@ -506,7 +508,7 @@ class _Products(torch.autograd.Function):
         ctx.dtypes = (x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
         operands = (x_MK, settings.input.along, w_NK, settings.forward_weight)
         length = padded(x.shape[1], settings.input.along)
-        return product("forward", *operands, length, bias, x.dtype, settings, name)
+        return product("forward", *operands, length, bias, torch.float32 if settings.addend else x.dtype, settings, name)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -521,6 +523,7 @@ class _Products(torch.autograd.Function):
         x, w = Codes(*tensors[:3]), Codes(*tensors[3:6])
         place, grad_amax, levels, signs, x_mask, w_mask, *kept = tensors[6:]
         x_dtype, w_dtype, bias_dtype = ctx.dtypes
+        dy = dy if dy.dtype == x_dtype else dy.to(x_dtype)
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
         dx = dw = dbias = None
         amax = Amax(grad_amax, ctx.grad_largest)

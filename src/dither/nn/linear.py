@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dither.errors import PerformanceWarning, UserError
-from dither.nn import clipping, delayed, functional, sampling
+from dither.nn import clipping, delayed, functional, outliers, sampling
 from dither.nn.cache import StepCache, check_unchanged, store_in_place
 from dither.nn.delayed import DelayedScales
 from dither.nn.draws import Draws
 from dither.nn.functional import Amax, Codes, OperandCodes, Settings, State, autocast_dtype
 from dither.nn.fused import KeptInputs
+from dither.nn.outliers import OutlierChoice
 from dither.nn.sampling import BITWIDTHS, SAMPLED, SamplingConstants, Samplings
 from dither.nn.sharded import tensor_parallel
 from dither.nn.sharded.gather import WeightGather, coded_of
@@ -34,7 +35,7 @@ from dither.nn.sharded.scales import spans_parts
 from dither.ops import INPUT_DTYPES, backend, torch_ops
 from dither.ops.ranks import local, sharded_like
 from dither.ops.storage import DTYPES
-from dither.spec import COMPUTE, OPERANDS, LayerPrecision, MemoryOptions
+from dither.spec import COMPUTE, OPERANDS, LayerPrecision, MemoryOptions, Outliers
 from dither.spec.engines import ALIGNMENT, engines_of
 from dither.spec.levels import NO_LEVELS, Levels, levels_of
 from dither.spec.levels import indices as level_indices
@@ -78,7 +79,7 @@ PLAIN = (nn.Linear.forward, Output.forward)
 LEARNED = (*BITWIDTHS, "clip")
 """Parameters that a precision adds to a layer, float32."""
 
-BUFFERS = ("draw_place", "draw_keys", "levels", *delayed.BUFFERS)
+BUFFERS = ("draw_place", "draw_keys", "levels", *delayed.BUFFERS, *outliers.BUFFERS)
 """Buffers of what the layer remembers from step to step, where its precision asks for them."""
 
 
@@ -118,6 +119,10 @@ class Program(NamedTuple):
     """True if no product casts an operand."""
     clip: clipping.Clipping | None = None
     """The cast of the weight, if it is clipped where learned, or None."""
+    outliers: Outliers | None = None
+    """That of the precision."""
+    of_outliers: tuple[Settings, Settings] | None = None
+    """The casts of the products of outlier channels, on a CPU and on a GPU, or None if there are none."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -132,29 +137,37 @@ def make_program(
     """Return the program of a choice. `known` are the precisions that share compiled code with it."""
     precision = choice.running
     levels = levels_of(precision, known)
-    cpu, gpu = (
-        functional.make_settings(
-            precision,
-            transposed=transposed,
-            emulate=emulate or choice.emulates,
-            verified=verified,
-            levels=levels,
-            memory=memory,
-            gpu=gpu,
+
+    def settings(precision: LayerPrecision, levels: Levels) -> tuple[Settings, Settings]:
+        cpu, gpu = (
+            functional.make_settings(
+                precision,
+                transposed=transposed,
+                emulate=emulate or choice.emulates,
+                verified=verified,
+                levels=levels,
+                memory=memory,
+                gpu=gpu,
+            )
+            for gpu in (False, True)
         )
-        for gpu in (False, True)
-    )
-    batch = cpu.input.stochastic or cpu.grad.stochastic
+        return cpu, gpu
+
+    cpu, gpu = settings(precision, levels)
+    few = None if precision.of_outliers is None else settings(precision.of_outliers, NO_LEVELS)
+    batch = any(each.input.stochastic or each.grad.stochastic for each in (cpu, *(few or ())))
     cast = precision.cast("forward", "weight") if precision.learned_clip else None
     return Program(
         (cpu, gpu),
         levels,
         Samplings.of(precision),
         choice.compute,
-        draws=cpu.draws or precision.sampled,
+        draws=cpu.draws or precision.sampled or (few is not None and few[0].draws),
         rows_matter=batch or precision.input_sampling is not None,
         uncast=precision.uncast,
         clip=None if cast is None else clipping.Clipping.of(cast),
+        outliers=precision.outliers,
+        of_outliers=few,
     )
 
 
@@ -193,6 +206,8 @@ class Linear(nn.Linear):
     """int64[6] on the device: the keys of the layer's random streams."""
     levels: Tensor | None
     """int32[6, 4] on the device: in column 0 the cast of its family that each operand takes, along and across."""
+    outlier_channels: Tensor | None
+    """int64 on the device: the outlier channels, see `dither.nn.outliers`."""
     # Options
     name: str
     seed: int
@@ -210,6 +225,7 @@ class Linear(nn.Linear):
     cache: StepCache
     delayed: DelayedScales
     draws: Draws
+    outlying: OutlierChoice
     draw_handle: Tensor
     """The argument of the operator `place` in compiled code, which replaces it in each call."""
     gather: WeightGather | None = None
@@ -306,9 +322,10 @@ class Linear(nn.Linear):
         """Create all parts, after the options, and follow a choice."""
         self._start_draws()
         self.resting_bitwidths, self.warned = {}, set()
-        self.choice, self.cache = Choice(), StepCache()
+        self.choice, self.cache, self.outlying = Choice(), StepCache(), OutlierChoice(None)
         self._choose_bitwidths(LayerPrecision())
         self._install(self._make_program(Choice(), frozenset()), restart=True)
+        self.outlying.register_buffers(self, self.device)
         self.choose(choice)
 
     def _start_draws(self) -> None:
@@ -346,6 +363,8 @@ class Linear(nn.Linear):
         other = program != self.program
         if other:
             self._choose_bitwidths(choice.running)  # first, since it may raise
+            if choice.running.outliers is not None:
+                choice.running.outliers.channels(self.in_features, self.name)  # likewise
         restart = (choice.running, choice.emulates) != (self.choice.running, self.choice.emulates)
         self.choice, self.known_precisions = choice, known
         if other:
@@ -368,6 +387,9 @@ class Linear(nn.Linear):
         if restart:
             self.delayed = DelayedScales(self.precision)
             self.delayed.register_buffers(self, self.device)
+            if self.outlying.wanted != self.precision.outliers:  # otherwise the channels stay
+                self.outlying = OutlierChoice(self.precision.outliers)
+                self.outlying.register_buffers(self, self.device)
         self._register_draws(self.device)
         if program.levels == NO_LEVELS:
             self.register_buffer("levels", None, persistent=False)
@@ -454,16 +476,20 @@ class Linear(nn.Linear):
         """Return the engines that the layer would have with another choice; `name` is that of the layer in messages."""
         capability = None if self.emulate or choice.emulates else backend.capability_of(torch.device(device))
         size = (-(-tokens // ALIGNMENT) * ALIGNMENT, self.out_features, self.in_features)
-        plain = "fp16" if choice.compute == "fp16" else "bf16"
+        plain, running = "fp16" if choice.compute == "fp16" else "bf16", choice.running
+        few = 0 if running.outliers is None else running.outliers.channels(self.in_features, name)
         try:
-            found = engines_of(choice.running, size, capability, plain, self.verified, self.transposed)
+            found = engines_of(running, size, capability, plain, self.verified, self.transposed)
+            if running.of_outliers is not None:
+                engines_of(running.of_outliers, (*size[:2], few), capability, plain, self.verified, self.transposed)
         except UserError as error:
             raise UserError(f"The layer {name!r}, {error}.") from None
         return {product: str(engine) for product, engine in found.items()}
 
     def constants(self) -> tuple[object, ...]:
         """Return what compiled code takes as constants: two layers that agree in it share a graph."""
-        return (tuple(self.weight.shape), self.weight.dtype, self.bias is not None, repr(self.program))
+        phase = (self.outlying.measures, self.outlying.chosen)
+        return (tuple(self.weight.shape), self.weight.dtype, self.bias is not None, repr(self.program), *phase)
 
     # The module --------------------------------------------------------------------------------------------------------
 
@@ -488,7 +514,7 @@ class Linear(nn.Linear):
         copied = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "resting_bitwidths", "warned")
         saved = {key: type(value)(value) if key in copied else value for key, value in vars(self).items()}
         # Other parts are replaced when they change, and these are changed: the same objects come back with what they had.
-        return saved | {"parts": [(part, dict(vars(part))) for part in (self.cache, self.delayed)]}
+        return saved | {"parts": [(part, dict(vars(part))) for part in (self.cache, self.delayed, self.outlying)]}
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Bring back what `snapshot` returned."""
@@ -515,6 +541,8 @@ class Linear(nn.Linear):
             if buffer.is_meta and not moved.is_meta:  # there was nothing to move
                 self.delayed = DelayedScales(self.precision)
                 self.delayed.register_buffers(self, moved.device)
+                self.outlying = OutlierChoice(self.precision.outliers)
+                self.outlying.register_buffers(self, moved.device)
                 self._register_draws(moved.device)
                 self._write_levels()
                 break
@@ -541,6 +569,7 @@ class Linear(nn.Linear):
         if f"{prefix}weight" in state_dict and not own & state_dict.keys():
             missing[:] = [name for name in missing if name not in own]
         self.delayed.refresh(self)
+        self.outlying.refresh(self)
 
     # A forward pass ----------------------------------------------------------------------------------------------------
 
@@ -560,6 +589,11 @@ class Linear(nn.Linear):
                 raise UserError(
                     f"The layer {self.name!r} samples its input, which MemoryOptions(swiglu='fp8') makes again without noise: "
                     "use one of them."
+                )
+            if self.program.of_outliers is not None:
+                raise UserError(
+                    f"The layer {self.name!r} takes outlier channels out of its input, which MemoryOptions(swiglu='fp8') makes "
+                    "again as a whole: use one of them."
                 )
             state = state._replace(kept=kept)
         if self.training and samplings.input:
@@ -633,9 +667,32 @@ class Linear(nn.Linear):
         coded = coded_of(weight)
         if coded is not None and coded.w_hat is not None:
             weight = _gathered_weight(self.name, weight, coded.w_hat, x)
+        if self.program.of_outliers is not None:
+            if isinstance(weight, DTensor) or self.gather is not None:
+                raise UserError(
+                    f"The layer {self.name!r} has outlier channels, and tensor parallelism or gather='codes' shards its "
+                    "weight: use FSDP2 with gather='weights'."
+                )
+            if self.outlying.chosen:
+                assert self.outlier_channels is not None
+                few = self.program.of_outliers[1 if x.is_cuda else 0]
+                return outliers.linear(x, weight, self.bias, local(self.outlier_channels), settings, few, state)
+            self._measure(x)
         if isinstance(weight, DTensor) and not (self.program.uncast and state.kept is None):
             return tensor_parallel.linear(x, weight, self.bias, settings, state)
         return functional.linear(x, weight, self.bias, settings, state=state)
+
+    def _measure(self, x: Tensor) -> None:
+        """Measure the channels of an input, in training steps of which outlier channels are chosen."""
+        if not self.training or not torch.is_grad_enabled():
+            return
+        if not self.cache.active:
+            raise UserError(
+                f"The layer {self.name!r} chooses its outlier channels after some steps, and this pass belongs to none: run "
+                "forward and backward inside `with dither.step_context(model, step=...)`."
+            )
+        if self.outlying.measures:
+            outliers.measure(self, x)
 
     def _clip_learner(self) -> Tensor:
         """Return the clipped weight, whose gradient goes to the weight and to the learned clip."""
@@ -649,8 +706,11 @@ class Linear(nn.Linear):
         return clipping.learner(self.weight, self.in_float32("clip", self.clip), self.program.clip, self._clip_axis)
 
     def clipped_weight(self) -> Tensor:
-        """Return the weight that is cast, without gradients: clipped, if the precision learns that."""
+        """Return the weight that is cast, without gradients: clipped, if the precision learns that; without outliers."""
         weight = self._stored_weight().detach()
+        if self.outlying.chosen:
+            assert self.outlier_channels is not None
+            return outliers.without(weight, local(self.outlier_channels), 0 if self.transposed else 1)
         return weight if self.clip is None else clipping.clipped(weight, local(self.clip).detach(), self._clip_axis)
 
     # Sampling ----------------------------------------------------------------------------------------------------------
@@ -823,9 +883,10 @@ class Linear(nn.Linear):
 
     def cache_key(self) -> tuple[object, ...]:
         """Return what launches of this layer depend on, besides numbers: its cache, and where its tensors are."""
-        read = (self._buffers["draw_place"], self._parameters["clip"])
+        read = (self._buffers["draw_place"], self._parameters["clip"], self._buffers["outlier_channels"])
         memory = [self._stored_weight().data_ptr(), *(0 if x is None else local(x).data_ptr() for x in read)]
-        return (self.cache.number, self.delayed.measures_now, self.samples_once(), *memory, *self.cache.addresses())
+        phase = (self.delayed.measures_now, self.outlying.measures, self.outlying.chosen, self.samples_once())
+        return (self.cache.number, *phase, *memory, *self.cache.addresses())
 
     def samples_once(self) -> bool:
         """Return whether the weight is sampled once per step."""

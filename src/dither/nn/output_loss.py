@@ -53,7 +53,7 @@ def writes_its_codes(layer: nn.Module | None, x: Tensor) -> bool:
     if not whole or any(getattr(layer, hooks) for hooks in HOOKS):
         return False
     samplings = layer.program.samplings
-    if layer.training and (samplings.weight or samplings.input):
+    if layer.program.outliers is not None or (layer.training and (samplings.weight or samplings.input)):
         return False
     settings = layer.settings_for(x)
     casting = settings.grad

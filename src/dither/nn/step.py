@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dither.errors import PerformanceWarning, UserError
-from dither.nn import delayed, functional, sampling
+from dither.nn import delayed, functional, outliers, sampling
 from dither.nn.cache import store_in_place
 from dither.nn.draws import FIRST_COUNTED, batch_rank, fully_sharded
 from dither.nn.linear import Linear
@@ -69,8 +69,8 @@ class StepContext:
 
     # Begin and end -----------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Sample and cast the weights, and let the layers draw the bits of this step."""
+    def begin(self, *, again: bool = False) -> None:
+        """Sample and cast the weights, and let the layers draw the bits of this step; `again` after a nested step."""
         self._places = []
         for layer in self._layers:
             if layer._buffers["draw_place"] is None:  # without torch's look-up of names: this runs for every layer
@@ -90,6 +90,7 @@ class StepContext:
         self._ranges: list[Tensor] = []
         self._seen: tuple[Tensor, torch.cuda.Event | None] | None = None
         self._prepare_sampling(self.step)
+        outliers.begin(self._layers, self.step, again=again)
         for layer in self._layers:
             layer.cache.active = True
             layer.draws.step = self
@@ -106,19 +107,23 @@ class StepContext:
     def resume(self) -> None:
         """Begin again after a nested step has ended, with the current weights and the rows counted so far."""
         if not self.ended:
-            self.begin()
+            self.begin(again=True)
 
     def finish(self) -> None:
-        """Append the magnitudes of the step to the histories of delayed scaling; raise if weights or bitwidths are invalid."""
+        """Let histories of delayed scaling and norms of channels take the step; raise if weights or bitwidths are invalid."""
         self._look()
         group = next((layer.amax_group for layer in self._layers if layer.amax_group is not None), self.group)
         delayed.push(self._layers, group)
+        if group is None and self.world > 1:
+            group = torch.distributed.group.WORLD
+        outliers.finish(self._layers, group if self.world > 1 else None)
 
     def release(self) -> None:
         """Remove all state of the step from the layers."""
         for layer in self._layers:
             layer.draws.step, layer.draws.rows, layer.draws.captured = None, 0, 0
             layer.cache.end()
+            layer.outlying.measures = False
             if layer.fully_sharded:
                 layer.fully_sharded = False
             if layer.gather is not None:

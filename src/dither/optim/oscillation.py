@@ -117,7 +117,7 @@ class OscillationReset:
                 self._begin(step)
             return None
         layers = converted_layers(self.model)
-        for name in [name for name, cast in self.casts.items() if str(_cast(layers[name])) != cast]:
+        for name in [name for name, cast in self.casts.items() if _casting(layers[name]) != cast]:
             del self.casts[name], self.movements[name]
         for name, last in self.movements.items():
             now = self._now(layers[name])
@@ -131,8 +131,8 @@ class OscillationReset:
         """Begin a window with the present weights."""
         self.since = step
         for name, layer in converted_layers(self.model).items():
-            if (cast := _cast(layer)) is not None and linear_of(layer).learned_weight().requires_grad:
-                self.movements[name], self.casts[name] = self._now(layer), str(cast)
+            if _cast(layer) is not None and linear_of(layer).learned_weight().requires_grad:
+                self.movements[name], self.casts[name] = self._now(layer), _casting(layer)
 
     def _end(self, layers: Mapping[str, Layer]) -> Tensor:
         """Reset what oscillated and end the window."""
@@ -158,6 +158,9 @@ class OscillationReset:
             wide = parameter.float()
         experts = [layer] if isinstance(layer, Linear) else [*layer.experts]
         read = torch.stack([_read(each) for each in experts]).view(parameter.shape)
+        if (channels := linear_of(layer).outlier_channels) is not None and linear_of(layer).outlying.chosen:
+            axis = 0 if linear_of(layer).transposed else 1  # outlier channels have more codes, and do not oscillate
+            read.index_copy_(axis, channels, wide.index_select(axis, channels))
         return Movement(wide.clone(), read, torch.zeros_like(read), torch.zeros_like(read))
 
     # Saving and loading --------------------------------------------------------------------------------------------------
@@ -229,8 +232,14 @@ def _cast(layer: Layer) -> Cast | None:
     return linear_of(layer).precision.cast("forward", "weight")
 
 
+def _casting(layer: Layer) -> str:
+    """Return a text that changes with what the forward product reads of a weight."""
+    return f"{_cast(layer)}{' without outliers' if linear_of(layer).outlying.chosen else ''}"
+
+
 def _read(layer: Linear) -> Tensor:
     """Return what the forward product reads of a weight, float32."""
     cast = layer.precision.cast("forward", "weight")
     assert cast is not None
-    return fake_quantize(layer.weight.detach().float(), cast, axis=0 if layer.transposed else 1)
+    weight = layer.clipped_weight() if layer.outlying.chosen else layer.weight.detach()
+    return fake_quantize(weight.float(), cast, axis=0 if layer.transposed else 1)

@@ -113,12 +113,12 @@ def parallelize(
 
 
 def tell_ranks(model: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
-    """Tell converted layers which part of a batch this rank has, and which ranks share its histories of delayed scaling."""
+    """Tell converted layers which part of a batch this rank has, and which ranks share its histories and norms."""
     coordinate = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
     rank = coordinate.get("dp_replicate", 0) * layout.dp_shard + coordinate.get("dp_shard", 0)
     layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
     group = None
-    if any(layer.delayed.operands for layer in layers) and layout.batch_parts * layout.tp > 1:
+    if any(layer.delayed.operands or layer.precision.outliers for layer in layers) and layout.batch_parts * layout.tp > 1:
         names = [name for name in mesh.mesh_dim_names or () if name != "pp" and mesh[name].size() > 1]
         group = (mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]._flatten("_".join(names))).get_group()
     for layer in layers:

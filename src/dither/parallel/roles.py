@@ -180,6 +180,8 @@ def _check_layer(name: str, layer: Any, role: Role, tp: int) -> None:
         tensor_parallel.check_part(name, columns, part, size, casts, spanning=True)
         if layer.precision.learned_clip and tp > 1:
             raise UserError(f"The layer {name!r} learns where to clip its weight, which tp={tp} shards: use FSDP2 with tp=1.")
+        if layer.precision.outliers is not None and tp > 1:
+            raise UserError(f"The layer {name!r} has outlier channels, whose choice tp={tp} shards: use FSDP2 with tp=1.")
         sampling = layer.precision.sampling
         if sampling is not None and part < size and part % sampling.block:
             raise UserError(

@@ -167,6 +167,8 @@ class Snip:
             raise UserError(
                 "snip.target is not set: give the share of the possible savings that plans must reach, such as 0.75."
             )
+        if any(layer.precision.outliers for layer in conversion.layers):
+            raise UserError("SNIP chooses casts of whole operands, and this model has outlier channels: leave them out.")
         if settings.cost == "time" and not isinstance(times, LayerTimes) and not torch.cuda.is_available():
             raise UserError("snip.cost='time' is measured on a CUDA GPU, and there is none here: use cost='flops'.")
         if score is not None and settings.budget is not None:

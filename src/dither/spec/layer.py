@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from dither.errors import UserError, checked_keys, did_you_mean
 from dither.spec.cast import Cast
+from dither.spec.outliers import Outliers
 from dither.spec.registry import UNCAST
 from dither.spec.sampling import Sampling
 
@@ -112,6 +113,8 @@ class LayerPrecision:
     """True: elements of input and weight that the forward product clips have gradients of zero, as in QuEST."""
     learned_clip: bool = False
     """True: the weight is clipped before its casts, at a learned fraction of the largest magnitude of each group."""
+    outliers: Outliers | None = None
+    """The input channels that the forward product and the weight gradient multiply in more bits, or None."""
 
     def __post_init__(self) -> None:
         for name in OPERANDS:
@@ -126,6 +129,7 @@ class LayerPrecision:
         self._check_transforms()
         self._check_requantize()
         self._check_clip()
+        self._check_outliers()
         if self.sampling is not None and self.sampling.recompute and not self.uncast:
             raise UserError(
                 "A Sampling with recompute=True keeps no copy of the weight, but products of cast operands do: "
@@ -198,6 +202,43 @@ class LayerPrecision:
             raise UserError(f"learned_clip=True is for weights cast in tiles or rows, without transform, not {str(cast)!r}.")
         if self.learned_clip and (self.sampling is not None or self.mask_clipped):
             raise UserError("learned_clip=True has a gradient of its own: use it without sampling and mask_clipped.")
+
+    def _check_outliers(self) -> None:
+        """Raise if channels cannot be taken out of the casts of input and weight, and multiplied by themselves."""
+        if not isinstance(self.outliers, Outliers | None):
+            raise UserError(f"LayerPrecision takes Outliers or None as outliers, not {self.outliers!r:.80}.")
+        if self.outliers is None:
+            return
+        bits, forward = self.outliers.cast.element.bits, self.casts("forward")
+        if any(cast is None or cast.element.bits >= bits for cast in forward):
+            shown = " and ".join(str(cast or "uncast") for cast in dict.fromkeys(forward))
+            raise UserError(
+                f"Outlier channels of {bits} bits are for an input and a weight that the forward product casts to fewer, such "
+                f"as FP4, and here they are {shown}: use a recipe such as tetrajet2."
+            )
+        if self.sampled or self.mask_clipped or self.learned_clip:
+            raise UserError(
+                "Outlier channels are parts of the input and the weight itself: use them without sampling, mask_clipped and "
+                "learned_clip."
+            )
+        if any(cast is not None and cast.scaling.kind == "delayed" for name in OPERANDS for cast in self.casts_of(name)):
+            raise UserError("Outlier channels have scales of their own, of this step: use them without delayed scaling.")
+
+    @property
+    def of_outliers(self) -> "LayerPrecision | None":
+        """Return the precision of the products of the outlier channels, or None if there are none.
+
+        More bits are for the forward product and the weight gradient: the input gradient casts as it does for all channels.
+
+        >>> chosen = LayerPrecision.of("nvfp4", "nvfp4", "nvfp4 stochastic(16)")
+        >>> print(replace(chosen, outliers=Outliers()).of_outliers.casts("input_grad")[0])
+        e2m1 tile(16) nvfp4 stochastic(16)
+        """
+        if self.outliers is None:
+            return None
+        cast, (grad, weight) = self.outliers.cast, self.casts("input_grad")
+        other = (Override("input_grad", "grad", grad), Override("input_grad", "weight", weight))
+        return LayerPrecision(cast, cast, cast, overrides=other, requantize=self.requantize)
 
     @classmethod
     def of(
@@ -277,6 +318,7 @@ class LayerPrecision:
         sampling = {"input": self.input_sampling, "weight": self.sampling}.get(operand)
         words = [str(getattr(self, operand) or "uncast")] + ([] if sampling is None else [f"sampled {sampling}"])
         words += [f"{item.product}: {item.cast or 'uncast'}" for item in self.overrides if item.operand == operand]
+        words += [str(self.outliers)] if self.outliers is not None and operand == "input" else []
         return ", ".join(words)
 
     def to_dict(self) -> dict[str, Any]:
@@ -284,16 +326,18 @@ class LayerPrecision:
         casts = {name: None if (cast := getattr(self, name)) is None else str(cast) for name in OPERANDS}
         casts |= {name: (sampling := getattr(self, name)) and sampling.to_dict() for name in SAMPLINGS}
         overrides = {item.place: None if item.cast is None else str(item.cast) for item in self.overrides}
-        flags = {name: True for name in FLAGS if getattr(self, name)}
+        flags: dict[str, Any] = {name: True for name in FLAGS if getattr(self, name)}
+        flags |= {} if self.outliers is None else {"outliers": self.outliers.to_dict()}
         return casts | ({"overrides": overrides} if overrides else {}) | flags
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "LayerPrecision":
         """Return the precision of a dictionary, the inverse of `to_dict`. Keys may be missing; unknown keys are errors."""
-        data = checked_keys("layer's precision", data, (*OPERANDS, *SAMPLINGS, "overrides", *FLAGS))
+        data = checked_keys("layer's precision", data, (*OPERANDS, *SAMPLINGS, "overrides", *FLAGS, "outliers"))
         fields: dict[str, Any] = {name: None if data.get(name) is None else Cast.parse(data[name]) for name in OPERANDS}
         fields |= {name: None if data.get(name) is None else Sampling.from_dict(data[name]) for name in SAMPLINGS}
         fields |= {name: data.get(name, False) for name in FLAGS}
+        fields["outliers"] = None if data.get("outliers") is None else Outliers.from_dict(data["outliers"])
         return cls(**fields, overrides=_overrides(data.get("overrides", {})))
 
     def __str__(self) -> str:
@@ -301,6 +345,7 @@ class LayerPrecision:
         again = ["backward from the codes of forward"] if self.requantize else []
         again += ["no gradients of what was clipped"] if self.mask_clipped else []
         again += ["weight clipped where learned"] if self.learned_clip else []
+        again += [] if self.outliers is None else [str(self.outliers)]
         return ", ".join([*parts, *map(str, self.overrides), *again]) or "uncast"
 
 

@@ -17,6 +17,7 @@ from dither.spec import registry
 from dither.spec.cast import Cast, Scale
 from dither.spec.formats import Format
 from dither.spec.layer import OPERANDS, PRODUCTS, LayerPrecision, Override
+from dither.spec.outliers import Outliers
 from dither.spec.patterns import BOTH, check_pattern, escape, literal, matches
 from dither.spec.sampling import Sampling
 
@@ -140,7 +141,8 @@ class Plan:
             if found := re.match(r"((?:[^.]*[^.\d][^.]*\.)*)(\d+)\.", name):
                 blocks.setdefault(found[1], set()).add(int(found[2]))
         base = self.default or LayerPrecision()
-        uncast = replace(base, input=None, weight=None, grad=None, overrides=(), requantize=False, mask_clipped=False)
+        none: dict[str, Any] = {"input": None, "weight": None, "grad": None, "overrides": (), "outliers": None}
+        uncast = replace(base, **none, requantize=False, mask_clipped=False)
         rules = []
         for prefix, numbers in blocks.items():
             count = round(self.spare_last * len(numbers))
@@ -168,6 +170,29 @@ class Plan:
 
         rules = tuple((pattern, precision and sampled(precision)) for pattern, precision in self.layers)
         return replace(self, layers=rules, default=sampled(self.default or LayerPrecision()))
+
+    def with_outliers(self, outliers: Outliers) -> "Plan":
+        """Return the plan with outlier channels in every precision whose forward product casts to fewer bits than they have.
+
+        >>> from dither.spec.recipes import recipe
+        >>> recipe("tetrajet2").with_outliers(Outliers(start=500)).default.outliers.share
+        0.1
+        """
+        if not self.takes_outliers(outliers):
+            raise UserError(
+                f"No forward product of this plan casts its operands to less than {outliers.cast.element.bits} bits, so there "
+                "are no channels to keep in more: use a recipe such as tetrajet2, or leave the outliers out."
+            )
+
+        def kept(precision: LayerPrecision | None) -> LayerPrecision | None:
+            return replace(precision, outliers=outliers) if precision is not None and _fit(outliers, precision) else precision
+
+        rules = tuple((pattern, kept(precision)) for pattern, precision in self.layers)
+        return replace(self, layers=rules, default=kept(self.default))
+
+    def takes_outliers(self, outliers: Outliers) -> bool:
+        """Return True if `with_outliers` changes the plan."""
+        return any(each is not None and _fit(outliers, each) for each in (self.default, *(rule for _, rule in self.layers)))
 
     def with_output(self, precision: LayerPrecision | None = None, *, layer: str = "*lm_head") -> "Plan":
         """Return the plan with a rule for the output layer, which plans leave alone unless a rule names it.
@@ -315,6 +340,7 @@ def _definitions(plan: Plan) -> dict[str, Any]:
     """Return what the plan's casts need and Dither does not have: formats with their fields, and code by name."""
     precisions = [each for each in (plan.default, *(precision for _, precision in plan.layers)) if each is not None]
     casts = {cast for each in precisions for operand in OPERANDS for cast in each.casts_of(operand) if cast is not None}
+    casts |= {each.outliers.cast for each in precisions if each.outliers is not None}
     words = {word for cast in casts for word in (cast.scaling.kind, cast.round.kind, cast.transforming.matrix)}
     formats = sorted({cast.format for cast in casts if registry.FORMATS.added(cast.format)})
     code = {kind: {name: table.origin[name] for name in sorted(words) if table.added(name)} for kind, table in CODE.items()}
@@ -359,6 +385,11 @@ def _cells(precision: LayerPrecision | None) -> tuple[str, ...]:
     return tuple(precision.cell(name) for name in OPERANDS)
 
 
+def _fit(outliers: Outliers, precision: LayerPrecision) -> bool:
+    """Return True if the forward product of a precision casts its operands to fewer bits than outlier channels have."""
+    return all(cast is not None and cast.element.bits < outliers.cast.element.bits for cast in precision.casts("forward"))
+
+
 def with_forward_casts(plan: Plan, forward: Plan) -> Plan:
     """Return `plan` with the forward products of its layers cast as in `forward`.
 
@@ -400,7 +431,7 @@ def _joined(precision: LayerPrecision | None, forward: LayerPrecision | None) ->
                 own[operand] = cast  # an override cannot be delayed, so the backward product has the override
             if cast != own[operand]:
                 overrides.append(Override(product, operand, cast))  # type: ignore[arg-type]
-    return replace(precision, **own, overrides=tuple(overrides))
+    return replace(precision, **own, overrides=tuple(overrides), outliers=source.outliers)
 
 
 def static_plan(plan: Plan, magnitudes: Mapping[str, Mapping[str, float]], headroom: float = 2.0) -> Plan:

@@ -21,7 +21,7 @@ from dither.settings import AtLeast, Count, Field, Interval, OneOf, Seed, Share,
 from dither.settings import dumps as dumps
 from dither.settings import override as override
 from dither.snip.settings import SnipSettings
-from dither.spec import MemoryOptions, Plan, Sampling
+from dither.spec import MemoryOptions, Outliers, Plan, Sampling
 from dither.spec.deployment import DEPLOYMENTS
 from dither.spec.modes import AUTO, GRADIENTS, MODES, MOST_NORM, LossScaling, Mode
 from dither.spec.optimizer import BLOCKS, WHOLE, stores
@@ -501,6 +501,30 @@ class OscillationSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OutlierSettings:
+    """Input channels with large norms that are multiplied in MXFP8, as in TetraJet-v2: docs/fp4.md."""
+
+    start: Annotated[float, Within(0, 1, open_above=True)] | None = None
+    """Fraction of the steps after which channels are measured, 0.02 in the paper; by default there are no such channels."""
+    steps: Count = 50
+    """Steps in which they are measured. After these they are chosen, once."""
+    share: Annotated[float, Within(0, 1, open_below=True, open_above=True)] = 0.1
+    """Share of the input channels of each layer that casts its forward product to less than 8 bits."""
+
+    def __post_init__(self) -> None:
+        check("outliers", self)
+
+    def chosen(self, steps: int) -> Outliers:
+        """Return the outlier channels of a run of that many steps.
+
+        >>> OutlierSettings(start=0.02).chosen(1000).start
+        20
+        """
+        assert self.start is not None
+        return Outliers(share=self.share, start=round(self.start * steps), steps=self.steps)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Qat:
     """Training for a deployment format, so that the exported codes are those that training multiplied: docs/qat.md."""
 
@@ -690,6 +714,8 @@ class Config:
     """Statistics of casts, gradients and updates during training."""
     oscillation: OscillationSettings = field(default_factory=OscillationSettings)
     """Reset of weights that oscillate between two codes."""
+    outliers: OutlierSettings = field(default_factory=OutlierSettings)
+    """Input channels that are multiplied in more bits."""
     parallel: Parallel = field(default_factory=Parallel)
     """The shares of ranks in the batches and the model."""
     run: RunSettings = field(default_factory=RunSettings)
@@ -735,6 +761,8 @@ class Config:
             self._check_muon()
         if self.oscillation.start is not None:
             self._check_oscillation()
+        if self.outliers.start is not None:
+            self._check_outliers()
 
     def _check_oscillation(self) -> None:
         """Raise if no window would end in the run, or if there are no whole weights with codes to be reset to."""
@@ -757,6 +785,26 @@ class Config:
         }
         for name in (name for name, there in obstacles.items() if there):
             raise UserError(f"oscillation.start does not go with {name}: remove one of them.")
+
+    def _check_outliers(self) -> None:
+        """Raise if outlier channels would be chosen after the run, or not at all."""
+        chosen = self.outliers.chosen(self.run.steps)
+        if chosen.start + chosen.steps >= self.run.steps:
+            raise UserError(
+                f"outliers.start={self.outliers.start:g} and outliers.steps={chosen.steps} choose the channels after the last "
+                f"of run.steps={self.run.steps}: reduce one of them."
+            )
+        obstacles = {
+            f"parallel.tp={self.parallel.tp}, which shards channels": self.parallel.tp > 1,
+            "parallel.gather='codes', which gathers codes of one cast": self.parallel.gather == "codes",
+            "lora.rank, whose base is frozen": self.lora.rank is not None,
+            "qat.format, which has no such channels": self.qat.format is not None,
+            "precision.sampling, which samples whole operands": self.precision.sampling is not None,
+            "precision.swiglu='fp8', which makes whole inputs again": self.precision.swiglu != "exact",
+            "snip.target, since SNIP chooses casts of whole operands": self.snip.target is not None,
+        }
+        for name in (name for name, there in obstacles.items() if there):
+            raise UserError(f"outliers.start does not go with {name}: remove one of them.")
 
     def _check_muon(self) -> None:
         """Raise if the config has something that Muon does not work with."""
@@ -796,6 +844,7 @@ class Config:
             "optim.decay": ("optim.schedule='wsd'", self.optim.schedule == "wsd"),
             "monitor": ("monitor.every", self.monitor.every > 0),
             "oscillation": ("oscillation.start", self.oscillation.start is not None),
+            "outliers": ("outliers.start", self.outliers.start is not None),
         }
         for path, (needed, there) in needs.items():
             name = path.partition(".")[0]

@@ -219,7 +219,12 @@ def make_schedule(config: Config, known: Mapping[str, Plan]) -> PlanSchedule:
         until = config.qat.noise_until
         entries = ((0, QAT),) if not until else ((0, NOISE), (until, QAT))
         return PlanSchedule(entries, config.run.steps, known.__getitem__)
-    return PlanSchedule(config.precision.entries, config.run.steps, lambda name: config.precision.plan_of(name, known))
+    plans = {name: config.precision.plan_of(name, known) for name in dict.fromkeys(_names(config))}
+    if config.outliers.start is not None:
+        outliers = config.outliers.chosen(config.run.steps)
+        low = [name for name, plan in plans.items() if plan.takes_outliers(outliers)] or list(plans)  # if none does, it raises
+        plans |= {name: plans[name].with_outliers(outliers) for name in low}
+    return PlanSchedule(config.precision.entries, config.run.steps, plans.__getitem__)
 
 
 def steps_for_snip(schedule: PlanSchedule, start: int, steps: int) -> int:

@@ -404,6 +404,8 @@ def gather_problem(gather: WeightGather) -> str:
     sampling_of = layer.precision.sampling
     if layer.precision.learned_clip:
         return "it learns where to clip its weight"
+    if layer.precision.outliers is not None:
+        return "it has outlier channels"
     if not castings.cast:
         if sampling_of is None:
             return "its weight is neither cast nor sampled"
