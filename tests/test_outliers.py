@@ -16,6 +16,7 @@ from torch._dynamo.backends.debugging import aot_eager
 import dither
 from dither import Cast, LayerPrecision, MemoryOptions, Outliers, Plan, Stream, UserError, convert, recipe, step_context
 from dither.checkpoint import load
+from dither.models import build
 from dither.nn import Conv1D, Linear, compile_blocks, freeze_base
 from dither.nn.outliers import largest
 from dither.nn.step import untouched
@@ -500,6 +501,13 @@ def test_experts_and_snip_and_rollouts_refuse_outliers():
     optimizer = AdamW(model.named_parameters())
     with pytest.raises(UserError, match="SNIP chooses casts of whole operands"):
         dither.snip.Snip(conversion, optimizer, dither.snip.SnipSettings(target=0.5))
+    llama = build("tiny")
+    convert(llama, PLAN)
+    tokens = torch.arange(32).view(2, 16)
+    with step_context(llama, step=0):
+        llama(tokens, tokens).backward()
+    with step_context(llama, step=1), pytest.raises(UserError, match="rollout_weights takes weights of one cast"):
+        list(dither.rollout_weights(llama))
 
 
 @pytest.mark.parametrize(

@@ -137,4 +137,5 @@ def linear(
         few,
         state=State(state.place, state.keys, name=state.name),
     )
-    return (rest + kept).to(x.dtype)
+    y = rest + kept
+    return y if y.dtype == x.dtype else y.to(x.dtype)
