@@ -487,7 +487,7 @@ def test_layers_that_cannot_have_outliers_are_refused():
         freeze_base(model.requires_grad_(False))
 
 
-def test_experts_and_snip_and_rollouts_refuse_outliers():
+def test_experts_snip_rollouts_and_kept_swiglus_refuse_outliers():
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
@@ -508,6 +508,10 @@ def test_experts_and_snip_and_rollouts_refuse_outliers():
         llama(tokens, tokens).backward()
     with step_context(llama, step=1), pytest.raises(UserError, match="rollout_weights takes weights of one cast"):
         list(dither.rollout_weights(llama))
+    llama = build("tiny")
+    convert(llama, PLAN, memory=MemoryOptions(swiglu="fp8"))
+    with step_context(llama, step=0), pytest.raises(UserError, match="takes outlier channels out of its input, which Memory"):
+        llama(tokens, tokens)
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ def check_like_one(folder: Path, layout: str, method: str, steps: int) -> tuple[
 
 # The layouts ----------------------------------------------------------------------------------------------------------
 
-THIN = (("FSDP2", "dynamic8", 2), ("FSDP2", "muon", 2), ("FSDP2", "outliers", 3), ("PP", "snip", 3))
+THIN = (("FSDP2", "dynamic8", 2), ("FSDP2", "muon", 2), ("FSDP2", "outliers", 3), ("PP", "outliers", 3), ("PP", "snip", 3))
 """Layouts, methods and steps that ordinary tests train; the others are exhaustive. SNIP changes the plan at step 2, and outlier
 channels are chosen after it."""
 
