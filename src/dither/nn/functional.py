@@ -523,7 +523,7 @@ class _Products(torch.autograd.Function):
         x, w = Codes(*tensors[:3]), Codes(*tensors[3:6])
         place, grad_amax, levels, signs, x_mask, w_mask, *kept = tensors[6:]
         x_dtype, w_dtype, bias_dtype = ctx.dtypes
-        dy = dy if dy.dtype == x_dtype else dy.to(x_dtype)
+        dy = as_dtype(dy, x_dtype)
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
         dx = dw = dbias = None
         amax = Amax(grad_amax, ctx.grad_largest)
@@ -583,7 +583,15 @@ def _untransformed(grad: Tensor, mask: Tensor | None, space: str, axis: int, fea
         return grad
     back: Tensor = torch.ops.dither.transform(grad, space, axis, None, None)  # plain Hadamard transforms are their own inverse
     back = back.narrow(axis, 0, features)
-    return back if back.dtype == grad.dtype else back.to(grad.dtype)
+    return as_dtype(back, grad.dtype)
+
+
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x in a dtype, without a conversion if it has it.
+
+    torch 2.11 compiles a `torch.autograd.Function` that returns the result of a `to` without effect to gradients of zero.
+    """
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
@@ -645,8 +653,7 @@ def product(
     after: a tensor that is made in backward, so that a compiled graph decodes codes there and not in forward.
     """
     if which != "forward" and not (a_casting.cast or b_casting.cast):  # torch's own product, which modes and graphs see
-        y = a.values @ b.values.T
-        return y if y.dtype == dtype else y.to(dtype)
+        return as_dtype(a.values @ b.values.T, dtype)
     if _on_bf16_units(a, a_casting, b, b_casting, settings):
         return _bf16_product(a, a_casting, b, b_casting, length, bias, dtype, after)
     # Fast accumulation in forward only, and only of what is FP8 by itself: gradients and FP4 sums keep all their bits.
@@ -707,12 +714,12 @@ def _bf16_product(
     y = torch.mm(left, right.T) if dtype == torch.bfloat16 else torch.mm(left, right.T, out_dtype=torch.float32)
     scales = [codes.tensor_scale for codes, casting in ((a, a_casting), (b, b_casting)) if casting.two_level]
     if not scales and bias is None:
-        return y if y.dtype == dtype else y.to(dtype)  # torch 2.11 compiles a `to` that does nothing to gradients of zero
+        return as_dtype(y, dtype)
     result = y.float()
     for scale in scales:
         assert scale is not None
         result = result * scale
-    return (result if bias is None else result + bias.float()).to(dtype)
+    return as_dtype(result if bias is None else result + bias.float(), dtype)
 
 
 @assume_constant_result

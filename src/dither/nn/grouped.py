@@ -27,6 +27,7 @@ from dither.nn.functional import (
     OperandCodes,
     Settings,
     State,
+    as_dtype,
     as_input,
     autocast_dtype,
     cast_operand,
@@ -189,7 +190,7 @@ def _numbers(codes: Codes, casting: Casting, length: int) -> Tensor:
 
 def _grouped(a: Tensor, b: Tensor, end_E: Tensor, dtype: torch.dtype) -> Tensor:
     with torch.autocast(a.device.type, enabled=False):
-        return F.grouped_mm(a, b, offs=end_E).to(dtype)
+        return as_dtype(F.grouped_mm(a, b, offs=end_E), dtype)
 
 
 def _tensors(codes: OperandCodes) -> list[Tensor | None]:

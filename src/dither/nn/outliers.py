@@ -137,5 +137,4 @@ def linear(
         few,
         state=State(state.place, state.keys, name=state.name),
     )
-    y = rest + kept
-    return y if y.dtype == x.dtype else y.to(x.dtype)
+    return functional.as_dtype(rest + kept, x.dtype)
