@@ -200,10 +200,11 @@ def test_masks_need_what_they_mask():
     assert LayerPrecision.from_dict(recipe("quartet").default.to_dict()) == recipe("quartet").default
 
 
+@pytest.mark.sampled(without=["nvfp4"])  # which rounds one operand of two that fp4-all-the-way rounds
 @pytest.mark.parametrize("name", ["nvfp4", "fp4-all-the-way", "mxfp4-rht"])
 def test_gradients_are_unbiased(name):
     """The mean over steps approaches the product of the unrounded gradient, within the deviation that the draws show."""
-    layer = Linear(64, 64, bias=False, precision=recipe(name).default, name="layer")
+    layer = Linear(64, 64, bias=False, precision=recipe(name).default, name="layer").requires_grad_(False)
     x, dy = random(64, 64, seed=1), random(64, 64, seed=2)
     draws = []
     for step in range(200):
@@ -273,28 +274,30 @@ def test_spared_blocks_are_the_last_ones_and_stay_in_the_plan():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
+# The others combine the casts, transforms and scales of these.
+@pytest.mark.sampled(only=["quartet", "quartet2", "nvfp4", "mxfp4-rht", "fp4-forward"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_short_training_learns_and_compiles_to_the_same_bits(name):
     losses = {}
     for compiled in (False, True):
         made = model()
         convert(made, name)
-        stack = nn.Sequential(*list(made["blocks"])[-2:])
+        block = made["blocks"][5]  # some recipes spare the last one
         if compiled:
             torch.compiler.reset()
-            stack.compile(backend="aot_eager", fullgraph=True)
-        optimizer = torch.optim.Adam(stack.parameters(), lr=3e-3)
+            block.compile(backend="aot_eager", fullgraph=True)
+        optimizer = torch.optim.Adam(block.parameters(), lr=3e-3)
         found = []
-        for step in range(4 if compiled else 12):
+        for step in range(3 if compiled else 12):
             x = random(48, 128, seed=step)
-            with step_context(stack, step=step):
-                loss = (stack(x) - x.roll(1, 1)).square().mean()
+            with step_context(block, step=step):
+                loss = (block(x) - x.roll(1, 1)).square().mean()
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             found.append(loss.item())
         losses[compiled] = found
-    assert losses[True] == losses[False][:4]
+    assert losses[True] == losses[False][:3]
     assert losses[False][-1] < 0.9 * losses[False][0]
 
 
