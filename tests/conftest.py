@@ -30,6 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore::dither.errors.PerformanceWarning")
     warnings.warn = warn
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and runs under nohup leave it ignored
+    os.fsync = lambda _: None  # no test cuts the power, and thousands of files would wait for the disk
 
 
 def warn(message: Warning | str, category: type[Warning] | None = None, stacklevel: int = 1, *more: Any, **named: Any) -> None:
