@@ -45,9 +45,13 @@ SHORT = (
 
 
 def config_of(text: Path, out: Path, *changes: Sequence[str] | str) -> Config:
-    """Return the config of a short run on the texts of a folder; each change is a setting or several."""
+    """Return the config of a short run on the texts of a folder; each change is a setting or several.
+
+    The model has one block, unless a change chooses its sizes.
+    """
     settings = [setting for change in changes for setting in ([change] if isinstance(change, str) else change)]
-    return configs.override(Config(), [f'data.sources=["{text}"]', f'run.out="{out}"', *SHORT, *settings])
+    sizes = [] if any(setting.startswith("model.") for setting in settings) else ["model.layers=1"]
+    return configs.override(Config(), [f'data.sources=["{text}"]', f'run.out="{out}"', *SHORT, *sizes, *settings])
 
 
 def trained_run(

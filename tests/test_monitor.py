@@ -482,7 +482,7 @@ def test_a_run_is_the_same_with_the_monitor_and_after_a_resume(text, tmp_path, w
     assert all(torch.equal(plain[name], watched[name]) for name in plain)
     found = lines(tmp_path / "watched", "numerics")
     assert [line["step"] for line in found] == [1, 2, 4]
-    assert len(found[0]["layers"]) == 14
+    assert len(found[0]["layers"]) == 7
     assert found[0]["margin"] is None or way != "fp16"
     assert all(layer["update"] is not None for line in found for layer in line["layers"])
     assert [line["loss_scale"] is not None for line in found] == [way == "fp16"] * 3

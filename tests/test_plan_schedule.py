@@ -372,14 +372,15 @@ def test_a_layer_whose_numerics_break_falls_back_for_good(text, tmp_path):
     assert re.fullmatch(
         r"model\.layers\.0\.\S+ falls back to FP8 in blocks, since .* rounds to zero \(and \d+ more\)", found[1][1]
     )
-    name = found[1][1].split()[0]
-    assert found[1][2].for_layer(name) == FP8
+    assert found[1][2].for_layer(found[1][1].split()[0]) == FP8
     assert " falls back to no casts, since " in found[2][1]
+    name = found[2][1].split()[0]
+    assert found[1][2].for_layer(name) == FP8
     assert found[2][2].for_layer(name).uncast
     chosen = next(plan for _, reason, plan in found if "harm" in reason)
     assert chosen.provenance["method"] == "snip"
     assert chosen.for_layer(name).uncast
-    for stop in (1, 3, 5):  # after each fallback, and after SNIP's choice
+    for stop in (1, 5):  # after the first fallback, and after SNIP's choice
         out = tmp_path / f"from-{stop}"
         shutil.copytree(tmp_path / "run", out)
         for path in (out / "checkpoints").glob("step-*"):

@@ -32,7 +32,7 @@ SNIP = ["snip.target=0.2", "snip.start=3", "snip.every=4", "snip.delay=2", "snip
 
 
 def settings(text, out, *more):
-    small = [f"run.steps={STEPS}", "run.save_every=1", "run.keep_last=99", "run.eval_sequences=4"]
+    small = [f"run.steps={STEPS}", "run.save_every=1", "run.keep_last=99", "run.eval_sequences=4", "model.layers=2"]
     small += ["optim.schedule=constant", "optim.warmup=0.0"]  # so that a shorter run is the beginning of a longer one
     return config_of(text, out, small, more)
 
