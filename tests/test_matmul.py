@@ -511,7 +511,7 @@ def test_scales_lie_where_blackwell_reads_them(kernels, monkeypatch, name: str, 
 @pytest.mark.parametrize("name", [pytest.param(unit, marks=FP8_HERE if unit == "fp8-tensor" else ()) for unit in doctor.UNITS])
 def test_the_self_test_passes_units_that_are_right_and_no_others(kernels, monkeypatch, name: str) -> None:
     """Units that read a scale elsewhere, or lose a NaN, or the smallest codes, are not right."""
-    monkeypatch.setattr(doctor, "UNIT_SIZES", ((48, 144, 192),))
+    monkeypatch.setattr(doctor, "UNIT_SIZES", ((16, 48, 64) if name == "fp8-tensor" else (48, 144, 192),))  # oneDNN is slow
     fake = blackwell_scaled_mm if name in ("mxfp8", "mxfp4", "nvfp4") else cublas_scaled_mm
     monkeypatch.setattr(kernels, "scaled_mm", fake)
     assert doctor.units_check(name, "cpu", kernels.product_on).passed
