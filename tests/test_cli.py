@@ -568,9 +568,11 @@ def python(code):
 # Start-up -------------------------------------------------------------------------------------------------------------
 
 
-def test_importing_dither_and_its_layers_does_not_import_dynamo():
+def test_the_doctor_needs_no_safetensors_and_importing_dither_no_dynamo():
+    lacking = "sys.modules['safetensors'] = sys.modules['tyro'] = None"
+    doctor = f"{lacking}; import dither.tools.doctor; del sys.modules['safetensors'], sys.modules['tyro']"
     modules = "dither.nn, dither.optim, dither.numerics, dither.snip, dither.models, dither.train"
-    assert python(f"import sys, {modules}; print('torch._dynamo' in sys.modules)") == "False\n"
+    assert python(f"import sys; {doctor}; import {modules}; print('torch._dynamo' in sys.modules)") == "False\n"
 
 
 def test_marks_for_the_compiler_are_those_of_torch():
