@@ -53,7 +53,8 @@ def imports(tree: ast.AST, module: str, package: bool) -> list[tuple[str, bool]]
             names = [f"{base}.{alias.name}" if f"{base}.{alias.name}" in FILES else base for alias in node.names]
         found.extend((name, inside) for name in names if name.split(".")[0] == "dither")
         for child in ast.iter_child_nodes(node):
-            visit(child, inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+            if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):  # no expression holds an import
+                visit(child, inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
     visit(tree, False)
     return found

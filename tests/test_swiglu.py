@@ -143,7 +143,7 @@ PLANS = {
 }
 
 
-@pytest.mark.sampled(only=["fp8-block-2d", "fp8-delayed", "nvfp4", "stochastic", "sampled fp8"])
+@pytest.mark.sampled(only=["fp8-delayed", "nvfp4", "sampled fp8"])
 @pytest.mark.parametrize("name", PLANS)
 def test_forward_keeps_its_bits_and_gradients_are_close(name: str) -> None:
     """In every precision, with 37 tokens, which no tile divides. E4M3 has a relative error of up to 1/16, 1/28 in the rms."""
