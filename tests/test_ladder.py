@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -302,6 +303,19 @@ def test_without_a_gpu_the_row_says_so(tmp_path, capfd):
     assert cli.main(["ladder", str(path), "--jobs", "2"]) == 0
     assert "seed 0 failed:" in capfd.readouterr().out
     assert ladders.report(ladders.load(path), tmp_path / "results").missing == 2  # a failed run is tried again
+
+
+def test_a_run_that_a_signal_ended_has_no_result(tmp_path, monkeypatch):
+    """A run saves and ends when the ladder is killed, and starts again next time."""
+    path, out = tmp_path / "ladder.toml", tmp_path / "results"
+    path.write_text(FILE)
+    (out / ladders.LOGS).mkdir(parents=True)
+    name, run = next(iter(ladders.plan(ladders.load(path), out).items()))
+    monkeypatch.setattr(ladders, "begin_process", lambda log, jobs: None)
+    for how in ("signal", "failed"):
+        monkeypatch.setattr(ladders, "train", lambda config, command, how=how: SimpleNamespace(how=how, folder=tmp_path))
+        ladders._work(run, name, str(out), 1)
+        assert (out / f"{name}.json").exists() == (how == "failed")
 
 
 def test_runs_that_would_not_end_in_time_are_not_started(tmp_path, capsys):

@@ -366,7 +366,10 @@ def _work(run: Run, name: str, out: str, jobs: int) -> None:
     began, folder = time.monotonic(), Path(run.config.run.out)
     shutil.rmtree(folder, ignore_errors=True)
     try:
-        values = _measured(train(run.config, command=sys.argv))
+        outcome = train(run.config, command=sys.argv)
+        if outcome.how == "signal":  # the ladder was ended: the run starts again next time
+            return
+        values = _measured(outcome)
         if run.casts and values["status"] == "done":
             values["casts"] = _losses_after_casts(run)
     except Exception as error:  # such as too little memory, or no GPU
@@ -388,8 +391,6 @@ def _losses_after_casts(run: Run) -> dict[str, float]:
 
 def _measured(outcome: Outcome) -> dict[str, Any]:
     """Return what the folder of a run says about it."""
-    if outcome.how == "signal":
-        raise UserError(outcome.why)
     lines = [files.from_json(line) for line in (outcome.folder / "metrics.jsonl").read_bytes().splitlines()]
     trained = [line for line in lines if line["kind"] == "train"]
     facts = files.read_json(outcome.folder / "environment.json")[0]
