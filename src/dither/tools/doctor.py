@@ -80,9 +80,14 @@ def _try(name: str, run: Callable[[str], tuple[Tensor, Tensor]], device: str) ->
 
 
 def first_line(problem: Exception | Warning | str) -> str:
-    """Return the first line of an error or a warning, without torch's stack of C++ functions."""
+    """Return the first sentence of an error or a warning, without torch's advice and stack of C++ functions.
+
+    >>> first_line(NotImplementedError("Could not run 'aten::mm' with arguments from the 'CPU' backend. This could be because"))
+    "Could not run 'aten::mm' with arguments from the 'CPU' backend."
+    """
     lines = str(problem).strip().splitlines()
-    return lines[0] if lines else type(problem).__name__
+    sentence, end, _ = lines[0].partition(". ") if lines else (type(problem).__name__, "", "")
+    return sentence + end.strip()
 
 
 def _operands() -> tuple[Tensor, Tensor]:
