@@ -3,9 +3,9 @@
 A kernel transforms a tile and casts it at once: x is read once, or twice for nvfp4, whose tensor scale comes first. A thread
 loads whole groups of neighbours, or as much of them as its registers hold, so that most rounds move nothing between threads.
 
-Legend: SIZE is the width of the transform, 2^ROUNDS, and SCALE its factor. ACROSS transforms the columns of x, otherwise its
-rows are transformed. SIGNS is "plain", "fixed" (signs_ptr has them) or "redrawn" (signs_ptr has the place, int64[3], where a
-program draws them). x has `rows` and `columns`; the result ends with zeros up to `out_rows` and `out_columns`. The other
+Legend: SIZE is the width of the transform, and SCALE its factor. ACROSS transforms the columns of x, otherwise its rows are
+transformed. SIGNS is "plain", "fixed" (signs_ptr has them) or "redrawn" (signs_ptr has the place, int64[3], where a program
+draws them). x has `rows` and `columns`; with zeros after them it has `out_rows` and `out_columns`, as the result has. The other
 constants are those of `dither.ops.triton.tiles`.
 """
 
