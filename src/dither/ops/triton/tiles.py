@@ -80,6 +80,15 @@ def element_coordinates(
 
 
 @triton.jit
+def as_lines(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, A: tl.constexpr, RUN: tl.constexpr, ALONG_ROWS: tl.constexpr):
+    """Return elements in the order of loading, [N], as a tile [ROWS, COLUMNS], or (ALONG_ROWS) as its transpose."""
+    if ALONG_ROWS:
+        return tl.reshape(tl.permute(tl.reshape(x, [A, ROWS // A, COLUMNS]), (2, 1, 0)), [COLUMNS, ROWS])
+    else:
+        return tl.reshape(tl.permute(tl.reshape(x, [A, ROWS * COLUMNS // (A * RUN), RUN]), (1, 0, 2)), [ROWS, COLUMNS])
+
+
+@triton.jit
 def spread(groups, P: tl.constexpr, Q: tl.constexpr, GP: tl.constexpr, GQ: tl.constexpr):
     """Repeat one value per group, [P / GP, Q / GQ], to one per element, [P, Q]."""
     wide = tl.broadcast_to(groups[:, None, :, None], [P // GP, GP, Q // GQ, GQ])
@@ -419,7 +428,6 @@ def cast_program(
     WORDS: tl.constexpr,
 ):  # fmt: skip
     """Load tile number `program`, draw its random bits, and cast it along its columns or (ALONG_ROWS) transposed."""
-    N: tl.constexpr = ROWS * COLUMNS
     batch, first_row, first_column = program_tile(program, rows, columns, ROWS, COLUMNS)
     # Matrix b of a batch begins at row (b // inner) * rows * inner + b % inner, and takes every inner-th row from there.
     x, random = load_tile(
@@ -433,14 +441,10 @@ def cast_program(
         tensor = tensor_factor(tl.load(tensor_ptr), S)
     P: tl.constexpr = COLUMNS if ALONG_ROWS else ROWS
     Q: tl.constexpr = ROWS if ALONG_ROWS else COLUMNS
+    x, random = as_lines(x, ROWS, COLUMNS, A, RUN, ALONG_ROWS), as_lines(random, ROWS, COLUMNS, A, RUN, ALONG_ROWS)
+    first_line, first, lines, length = first_row, first_column, rows, columns
     if ALONG_ROWS:
-        x = tl.reshape(tl.permute(tl.reshape(x, [A, ROWS // A, COLUMNS]), (2, 1, 0)), [COLUMNS, ROWS])
-        random = tl.reshape(tl.permute(tl.reshape(random, [A, ROWS // A, COLUMNS]), (2, 1, 0)), [COLUMNS, ROWS])
         first_line, first, lines, length = first_column, first_row, columns, rows
-    else:
-        x = tl.reshape(tl.permute(tl.reshape(x, [A, N // (A * RUN), RUN]), (1, 0, 2)), [ROWS, COLUMNS])
-        random = tl.reshape(tl.permute(tl.reshape(random, [A, N // (A * RUN), RUN]), (1, 0, 2)), [ROWS, COLUMNS])
-        first_line, first, lines, length = first_row, first_column, rows, columns
     amax = tl.full([1, 1], 0, tl.int32)
     if not MEASURE and S.KIND != "none":
         if PER_LINE:

@@ -23,7 +23,7 @@ from dither.ops.triton import BoundKernel
 from dither.ops.triton.philox import KEY_SHIFT, aligned, program_tile, random_elements, tiles
 from dither.ops.triton.rounding import as_bits, draw_arguments, fields, rounding_constants
 from dither.ops.triton.scales import E4M3, block_rounding, launch_options, scaling_fields, store_factors, tensor_factor
-from dither.ops.triton.tiles import cast_tile, element_coordinates, load_tile, tile_values
+from dither.ops.triton.tiles import as_lines, cast_tile, element_coordinates, load_tile, tile_values
 from dither.spec import Cast, Transform, groups
 from dither.spec.formats import Format
 from dither.spec.random import Draw
@@ -83,17 +83,8 @@ def transformed(
 
 
 @triton.jit
-def as_lines(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, A: tl.constexpr, RUN: tl.constexpr, ACROSS: tl.constexpr):
-    """Return elements in the order of loading, [N], as a tile [ROWS, COLUMNS], or (ACROSS) as its transpose."""
-    if ACROSS:
-        return tl.reshape(tl.permute(tl.reshape(x, [A, ROWS // A, COLUMNS]), (2, 1, 0)), [COLUMNS, ROWS])
-    else:
-        return tl.reshape(tl.permute(tl.reshape(x, [A, ROWS * COLUMNS // (A * RUN), RUN]), (1, 0, 2)), [ROWS, COLUMNS])
-
-
-@triton.jit
 def as_loaded(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, A: tl.constexpr, RUN: tl.constexpr, ACROSS: tl.constexpr):
-    """Return what `as_lines` returned in the order of loading, [N]."""
+    """Return what `tiles.as_lines` returned in the order of loading, [N]."""
     if ACROSS:
         return tl.reshape(tl.permute(tl.reshape(x, [COLUMNS, ROWS // A, A]), (2, 1, 0)), [ROWS * COLUMNS])
     else:
