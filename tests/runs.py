@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from dither import cli
+from dither.checkpoint import load
 from dither.console import Tick, silent
 from dither.models.sizes import Model
 from dither.train import Config
@@ -42,6 +44,18 @@ SHORT = (
     *("data.sequence=16", "data.batch=4"),
 )
 """A run on a CPU that does nothing but train, evaluate at its end, and save."""
+
+
+NARROW = (
+    *("model.layers=1", "model.width=32", "model.heads=2", "model.kv_heads=2", "data.batch=2", "run.log_every=1"),
+    *("optim.schedule=constant", "optim.warmup=0", "optim.lr=0.01", "data.held_out=0.2", "precision.recipe=tetrajet2"),
+)
+"""One block of 32 that learns at once, in NVFP4."""
+
+
+def tensors_of(out: Path, step: int) -> dict[str, Tensor]:
+    """Return the tensors of a run's checkpoint."""
+    return load(out / "checkpoints" / f"step-{step:08}")[0]
 
 
 def config_of(text: Path, out: Path, *changes: Sequence[str] | str) -> Config:

@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from runs import config_of, lines, write_bottles
+from runs import NARROW, config_of, lines, tensors_of, write_bottles
 from torch import Tensor, nn
 
 import dither
 from dither import Plan, UserError, convert, recipe, step_context
-from dither.checkpoint import load
 from dither.nn import Linear
 from dither.optim import MODES, AdamW, OscillationReset, training
 from dither.spec import LayerPrecision
@@ -158,20 +157,12 @@ def test_transposed_layers_and_all_experts_are_watched():
 
 # Runs -----------------------------------------------------------------------------------------------------------------
 
-TINY = (
-    *("model.layers=1", "model.width=32", "model.heads=2", "model.kv_heads=2", "model.feed_forward=32", "data.batch=2"),
-    *("run.log_every=1", "optim.schedule=constant", "optim.warmup=0", "optim.lr=0.01", "data.held_out=0.2"),
-    *("oscillation.start=0", "oscillation.period=4", "oscillation.window=3", "precision.recipe=tetrajet2"),
-)
+TINY = (*NARROW, *("model.feed_forward=32", "oscillation.start=0", "oscillation.period=4", "oscillation.window=3"))
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_bottles(tmp_path_factory.mktemp("text"), documents=8)
-
-
-def tensors_of(out: Path, step: int) -> dict[str, Tensor]:
-    return load(out / "checkpoints" / f"step-{step:08}")[0]
 
 
 @pytest.mark.parametrize("settings", [("precision.mode=fp32",), ("precision.mode=bf16-sr", "precision.states=companded8")])

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from runs import config_of, lines, write_bottles
+from runs import NARROW, config_of, lines, tensors_of, write_bottles
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 
 import dither
 from dither import Cast, LayerPrecision, MemoryOptions, Outliers, Plan, Stream, UserError, convert, recipe, step_context
-from dither.checkpoint import load
 from dither.models import build
 from dither.nn import Conv1D, Linear, compile_blocks, freeze_base
 from dither.nn.outliers import largest
@@ -355,20 +354,12 @@ def test_compiled_blocks_have_the_bits_of_eager_ones():
 
 # Runs -----------------------------------------------------------------------------------------------------------------
 
-TINY = (
-    *("model.layers=1", "model.width=32", "model.heads=2", "model.kv_heads=2", "model.feed_forward=48", "data.batch=2"),
-    *("run.log_every=1", "optim.schedule=constant", "optim.warmup=0", "optim.lr=0.01", "data.held_out=0.2"),
-    *("outliers.start=0.1", "outliers.steps=3", "precision.recipe=tetrajet2"),
-)
+TINY = (*NARROW, *("model.feed_forward=48", "outliers.start=0.1", "outliers.steps=3"))
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_bottles(tmp_path_factory.mktemp("text"), documents=8)
-
-
-def tensors_of(out: Path, step: int) -> dict[str, Tensor]:
-    return load(out / "checkpoints" / f"step-{step:08}")[0]
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16-sr"])
@@ -538,7 +529,7 @@ def test_settings_that_cannot_work_are_refused_with_a_sentence(changes, sentence
 
 
 def test_a_run_without_few_bits_is_refused_before_it_is_built(text, tmp_path):
-    settings = [*TINY[:-1], "precision.recipe=fp8-block", "run.steps=8"]
+    settings = [*TINY, "precision.recipe=fp8-block", "run.steps=8"]
     with pytest.raises(UserError, match="No forward product of this plan casts its operands to less than 8 bits"):
         train(config_of(text, tmp_path / "run", settings))
     assert not (tmp_path / "run").exists()

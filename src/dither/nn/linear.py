@@ -120,7 +120,7 @@ class Program(NamedTuple):
     clip: clipping.Clipping | None = None
     """The cast of the weight, if it is clipped where learned, or None."""
     outliers: Outliers | None = None
-    """That of the precision."""
+    """The outlier channels of the precision, or None."""
     of_outliers: tuple[Settings, Settings] | None = None
     """The casts of the products of outlier channels, on a CPU and on a GPU, or None if there are none."""
 

@@ -32,7 +32,7 @@ BUFFERS = ("outlier_channels", "outlier_norms", "_outlier_squares")
 
 
 class OutlierChoice:
-    """How far a layer is in choosing its outlier channels, besides its buffers. Compiled code reads it."""
+    """Knows how far a layer is in choosing its outlier channels, besides its buffers. Compiled code reads it."""
 
     def __init__(self, wanted: Outliers | None) -> None:
         self.wanted = wanted

@@ -209,12 +209,12 @@ class LayerPrecision:
             raise UserError(f"LayerPrecision takes Outliers or None as outliers, not {self.outliers!r:.80}.")
         if self.outliers is None:
             return
-        bits, forward = self.outliers.cast.element.bits, self.casts("forward")
-        if any(cast is None or cast.element.bits >= bits for cast in forward):
+        forward = self.casts("forward")
+        if not self.outliers.widen(forward):
             shown = " and ".join(str(cast or "uncast") for cast in dict.fromkeys(forward))
             raise UserError(
-                f"Outlier channels of {bits} bits are for an input and a weight that the forward product casts to fewer, such "
-                f"as FP4, and here they are {shown}: use a recipe such as tetrajet2."
+                f"Outlier channels of {self.outliers.cast.element.bits} bits are for an input and a weight that the forward "
+                f"product casts to fewer, such as FP4, and here they are {shown}: use a recipe such as tetrajet2."
             )
         if self.sampled or self.mask_clipped or self.learned_clip:
             raise UserError(

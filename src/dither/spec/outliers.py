@@ -1,6 +1,7 @@
 """Outliers: the input channels of a linear layer that are multiplied in more bits, as data."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,10 @@ class Outliers:
                 f"{self.share:g}, rounded up to a multiple of {MULTIPLE}): give it a precision without outliers."
             )
         return count
+
+    def widen(self, casts: Sequence[Cast | None]) -> bool:
+        """Return True if operands with these casts have fewer bits than outlier channels."""
+        return all(cast is not None and cast.element.bits < self.cast.element.bits for cast in casts)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON."""

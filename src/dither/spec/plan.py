@@ -185,14 +185,17 @@ class Plan:
             )
 
         def kept(precision: LayerPrecision | None) -> LayerPrecision | None:
-            return replace(precision, outliers=outliers) if precision is not None and _fit(outliers, precision) else precision
+            return (
+                replace(precision, outliers=outliers) if precision and outliers.widen(precision.casts("forward")) else precision
+            )
 
         rules = tuple((pattern, kept(precision)) for pattern, precision in self.layers)
         return replace(self, layers=rules, default=kept(self.default))
 
     def takes_outliers(self, outliers: Outliers) -> bool:
         """Return True if `with_outliers` changes the plan."""
-        return any(each is not None and _fit(outliers, each) for each in (self.default, *(rule for _, rule in self.layers)))
+        every = (self.default, *(precision for _, precision in self.layers))
+        return any(each is not None and outliers.widen(each.casts("forward")) for each in every)
 
     def with_output(self, precision: LayerPrecision | None = None, *, layer: str = "*lm_head") -> "Plan":
         """Return the plan with a rule for the output layer, which plans leave alone unless a rule names it.
@@ -383,11 +386,6 @@ def _cells(precision: LayerPrecision | None) -> tuple[str, ...]:
     if precision is None:
         return ("left alone", "", "")
     return tuple(precision.cell(name) for name in OPERANDS)
-
-
-def _fit(outliers: Outliers, precision: LayerPrecision) -> bool:
-    """Return True if the forward product of a precision casts its operands to fewer bits than outlier channels have."""
-    return all(cast is not None and cast.element.bits < outliers.cast.element.bits for cast in precision.casts("forward"))
 
 
 def with_forward_casts(plan: Plan, forward: Plan) -> Plan:

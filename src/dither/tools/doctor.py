@@ -71,18 +71,18 @@ def _try(name: str, run: Callable[[str], tuple[Tensor, Tensor]], device: str) ->
             got, expected = run(device)
             error = float((got.cpu().float() - expected).abs().max() / expected.abs().max())
     except Exception as problem:  # any failure is a result here: its first line is reported
-        return Product(name, False, first_line(problem))
+        return Product(name, False, first_sentence(problem))
     # bfloat16 results are accurate to 2^-9; a misplaced scale is off by a half or more.
     if not error < 0.02:
         return Product(name, False, f"It ran, but its result is wrong by {error:.2g} of the largest number.")
     # torch warns when it falls back to a slower path.
-    return Product(name, True, first_line(said[0].message) if said else "")
+    return Product(name, True, first_sentence(said[0].message) if said else "")
 
 
-def first_line(problem: Exception | Warning | str) -> str:
+def first_sentence(problem: Exception | Warning | str) -> str:
     """Return the first sentence of an error or a warning, without torch's advice and stack of C++ functions.
 
-    >>> first_line(NotImplementedError("Could not run 'aten::mm' with arguments from the 'CPU' backend. This could be because"))
+    >>> first_sentence(NotImplementedError("Could not run 'aten::mm' with arguments from the 'CPU' backend. Maybe"))
     "Could not run 'aten::mm' with arguments from the 'CPU' backend."
     """
     lines = str(problem).strip().splitlines()
@@ -200,7 +200,7 @@ def units_check(name: str, device: str, product_on: Callable[..., Tensor]) -> Pr
                         different += differing_bits([expected], [got])
                         compared += expected.numel()
     except Exception as problem:  # any failure is a result here: its first line is reported
-        return Product(name, False, first_line(problem))
+        return Product(name, False, first_sentence(problem))
     return Product(name, different == 0, f"{different:,} bits differ in {compared:,} results")
 
 
