@@ -337,6 +337,9 @@ def test_searched_scales_have_no_larger_error_and_are_exported(format, plain, tm
     files = load_file(tmp_path / "out" / "model.safetensors")
     values = files.get("model.layers.0.mlp.up_proj.weight_packed", files.get("model.layers.0.mlp.up_proj.weight"))
     assert torch.equal(dither.quantize(weight, cast).values.view(torch.uint8), values.view(torch.uint8))
+    scale = files["model.layers.0.mlp.up_proj.weight_scale"]
+    assert scale.dtype == (torch.uint8 if format == "mxfp4" else torch.float8_e4m3fn)  # as compressed-tensors reads them
+    assert torch.equal(dither.quantize(weight, cast).scale.view(torch.uint8), scale.view(torch.uint8))
     with pytest.raises(UserError, match=r"scales='search' is for .*mxfp4.*, not for 'int4-g32'"):
         dither.qat(build("tiny"), "int4-g32", scales="search")
 
