@@ -28,7 +28,7 @@ def deal(items: list[pytest.Item], shares: int) -> list[list[pytest.Item]]:
     """Deal tests one by one, since slow ones are neighbours. One share has all that need much of the GPU's memory."""
     hands: list[list[pytest.Item]] = [[] for _ in range(shares)]
     large = [item for item in items if item.get_closest_marker("much_gpu_memory")]
-    hands[0], loads = list(large), [8 * len(large)] + [0] * (shares - 1)  # each takes as long as eight others
+    hands[0], loads = list(large), [12 * len(large)] + [0] * (shares - 1)  # each takes as long as twelve others
     for item in items:
         if item not in large:
             least = loads.index(min(loads))
