@@ -19,7 +19,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,6 @@ from torch.utils import checkpoint
 from dither.errors import UserError
 from dither.ops.ranks import local
 from dither.ops.torch_ops import operator
-from dither.spec import LayerPrecision
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -46,41 +45,14 @@ PLACES = "dither_places"
 """The attribute of an autograd function's context that stores places."""
 
 
-class Step(Protocol):
-    """A training step, as its layers see it."""
-
-    step: int
-    given: bool
-    """True if rows are set by `.row(...)`, and not counted."""
-    rank: int
-    world: int
-
-    def resume(self) -> None:
-        """Continue after a step inside this one."""
-
-
-class Layer(Protocol):
-    """A layer that draws random bits."""
-
-    name: str
-    draw_place: Tensor | None
-    """The tensor to which `step_context` writes the step and, if set, the row."""
-    draw_handle: Tensor
-    """The argument of the operator `place` in compiled code."""
-
-    @property
-    def precision(self) -> LayerPrecision:
-        """The precision in force."""
-
-
 class Draws:
-    """The places at which one layer draws."""
+    """The places at which one layer, a `dither.nn.Linear`, draws."""
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: Any) -> None:
         self.layer = weakref.ref(layer)
         self.number = next(_numbers)
-        self.step: Step | None = None
-        """The current training step, or None."""
+        self.step: Any = None
+        """The current training step, a `dither.nn.step.StepContext`, or None."""
         self.rows = 0
         """Rows drawn in this training step by this rank."""
         self.captured = 0
@@ -137,7 +109,7 @@ class Draws:
     def _new(self, tokens: int, counts: bool) -> Tensor:
         layer, step = self._layer(), self.step
         assert layer.draw_place is not None
-        base = local(layer.draw_place)
+        base: Tensor = local(layer.draw_place)
         if step is None:
             self.calls += counts
             if self._rank is None:
@@ -160,7 +132,7 @@ class Draws:
         self.rows += tokens * counts
         return _filled(base.clone(), row)
 
-    def _layer(self) -> Layer:
+    def _layer(self) -> Any:
         layer = self.layer()
         assert layer is not None  # it is being called
         return layer
@@ -186,10 +158,10 @@ class _Record:
     """A layer's calls in one checkpointed region, in order, and the number of them that each backward has read."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[Tensor, Step | None]] = []
+        self.calls: list[tuple[Tensor, Any]] = []
         self.read: dict[int, int] = {}
 
-    def next(self, task: int) -> tuple[Tensor | None, Step | None]:
+    def next(self, task: int) -> tuple[Tensor | None, Any]:
         """Return place and step of the next call that the backward pass `task` recomputes; (None, None) after the last."""
         index = self.read.get(task, 0)
         self.read[task] = index + 1

@@ -7,7 +7,7 @@ magnitude of each 256 neighbours of the flattened tensor. Newer versions of bits
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -157,25 +157,9 @@ def _bitsandbytes_state(state: Mapping[str, Tensor], moments: Moments, update: U
     return made
 
 
-class Exportable(Protocol):
-    """The part of `AdamW` that exports read."""
-
-    state: Any
-    param_groups: list[dict[str, Any]]
-
-    def members(self) -> list[Member]:
-        """Return all parameters with their names and formats."""
-
-    def moments(self, parameter: Tensor) -> Moments:
-        """Return the moments of a parameter as float32."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the groups, after bringing states to the groups' formats."""
-
-
 @torch.no_grad()
-def torch_state_dict(optimizer: Exportable) -> dict[str, Any]:
-    """Return the state for `torch.optim.AdamW.load_state_dict`, with both moments in float32.
+def torch_state_dict(optimizer: Any) -> dict[str, Any]:
+    """Return the state of an `AdamW` for `torch.optim.AdamW.load_state_dict`, with both moments in float32.
 
     torch casts them to the parameter's dtype when it loads them. Master weights, Kahan's remainders, the seed and the number
     of skipped steps are left out: torch has no place for them.
@@ -206,8 +190,8 @@ def torch_state_dict(optimizer: Exportable) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def bitsandbytes_state_dict(optimizer: Exportable) -> dict[str, Any]:
-    """Return the state for `bitsandbytes.optim.AdamW8bit.load_state_dict`.
+def bitsandbytes_state_dict(optimizer: Any) -> dict[str, Any]:
+    """Return the state of an `AdamW` for `bitsandbytes.optim.AdamW8bit.load_state_dict`.
 
     With states="dynamic8", block=256 and rows of a multiple of 256 elements, the codes are copied as they are. All other states
     are rounded to the nearest value of bitsandbytes' map. Tensors of fewer than 4096 elements have float32 moments, as in
@@ -236,7 +220,7 @@ def bitsandbytes_state_dict(optimizer: Exportable) -> dict[str, Any]:
     return {"state": state, "param_groups": [{k: v for k, v in group.items() if k != "maximize"} | fixed for group in groups]}
 
 
-def _groups(optimizer: Exportable) -> list[dict[str, Any]]:
+def _groups(optimizer: Any) -> list[dict[str, Any]]:
     """Return the groups with the options that every AdamW has, and custom keys; states have the groups' formats then."""
     if any(group.get("use_muon") for group in optimizer.param_groups):
         raise UserError("The optimizer is Muon, whose matrices have no second moments for another library's AdamW.")
