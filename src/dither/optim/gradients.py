@@ -43,7 +43,8 @@ class Gradients:
         seed, step: with the parameter's name, the rank and the backward pass, they determine the random bits of "bf16-sr".
         """
         if kind not in GRADIENTS:
-            raise UserError(f"There are no gradients={kind!r}{did_you_mean(kind, GRADIENTS)}: choose from {_listed()}.")
+            known = ", ".join(GRADIENTS)
+            raise UserError(f"There are no gradients={kind!r}{did_you_mean(kind, GRADIENTS)}: choose from {known}.")
         self.model, self.kind, self.seed = model, kind, seed
         self.passes = 0
         """Number of backward passes since the last step."""
@@ -103,8 +104,9 @@ class Gradients:
         if earlier is None and new.dtype == torch.bfloat16:
             return
         total = new.float() if earlier is None else earlier.float().add_(new)
-        purpose = f"gradient {_rank()}.{self.passes}"
-        parameter.grad = _rounded(total, Stream(self.seed, purpose, name), self._step())
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        purpose = f"gradient {rank}.{self.passes}"
+        parameter.grad = rounded_sums(total, Stream(self.seed, purpose, name), self._step())
 
     # Several ranks -----------------------------------------------------------------------------------------------------
 
@@ -142,12 +144,12 @@ class Gradients:
         parts = received.view(world, size)
         total = functools.reduce(torch.Tensor.add_, parts[1:], parts[0].float())  # in the order of ranks
         stream = Stream(self.seed, "gradient reduction", "")
-        rounded = _rounded(total[None], stream, self._step(), (0, rank * size))[0]
+        rounded = rounded_sums(total[None], stream, self._step(), (0, rank * size))[0]
         dist.all_gather_into_tensor(whole.view(torch.uint8), rounded.view(torch.uint8), group=group)
         return whole[: flat.numel()]
 
 
-def _rounded(total: Tensor, stream: Stream, step: Tensor, offset: tuple[int, int] = (0, 0)) -> Tensor:
+def rounded_sums(total: Tensor, stream: Stream, step: int | Tensor, offset: tuple[int, int] = (0, 0)) -> Tensor:
     """Return float32 sums as bfloat16, rounded stochastically."""
     draw = stream.draw(step, matrix_size(total), offset, total.device)
     # Not `ops.round_to`, which waits for the device to check for NaN. Here NaN and Inf pass; the optimizer checks for them.
@@ -155,11 +157,3 @@ def _rounded(total: Tensor, stream: Stream, step: Tensor, offset: tuple[int, int
         total, "bf16", "stochastic(16)", False, draw.key, draw.step, draw.row, draw.column, "auto"
     )
     return rounded.to(torch.bfloat16)
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def _listed() -> str:
-    return ", ".join(GRADIENTS)

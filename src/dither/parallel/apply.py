@@ -23,6 +23,7 @@ from dither.nn.sharded.gather import CodedShard, WeightGather, gather_problem
 from dither.nn.sharded.scales import RowShard
 from dither.nn.sites import is_transposed
 from dither.ops.ranks import contiguous_strides, local, offset_of, sharded_like
+from dither.optim.gradients import rounded_sums
 from dither.parallel.layout import Layout
 from dither.parallel.roles import Role, check_model, is_transformers, roles
 from dither.spec.modes import GRADIENTS
@@ -331,11 +332,7 @@ class BFloat16ReduceScatter(ReduceScatter):
         self.calls = (step, self.calls[1] + 1 if self.calls[0] == step else 0)
         # A row per backward pass and rank, so that no two numbers share bits.
         row = self.calls[1] % (1 << 16) * (1 << 16) + rank
-        draw = self.stream.draw(step, (1, x.numel()), (row, 0), x.device)
-        rounded: Tensor = torch.ops.dither.round_to(
-            x.view(1, -1), "bf16", "stochastic(16)", False, draw.key, draw.step, draw.row, draw.column, "auto"
-        )
-        return rounded.to(torch.bfloat16).view(-1)
+        return rounded_sums(x.view(1, -1), self.stream, step, (row, 0)).view(-1)
 
 
 # Tensor parallelism of one module --------------------------------------------------------------------------------------
