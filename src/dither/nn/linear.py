@@ -848,16 +848,14 @@ class Linear(nn.Linear):
         self, weight: DTensor, bitwidth: Tensor, draw: Tensor, constants: SamplingConstants, kept: torch.dtype
     ) -> Tensor:
         """Return the sampled weight as tensor parallelism shards it: cached numbers if there are any, else sampled now."""
-        w_hat, amax = self._cached_sample()
-        if amax is None:
-            return sampling.sample_sharded(weight, bitwidth, draw, constants, kept, self.name)
         part, b_i, at = sampling.shard_of(weight, bitwidth, constants, self.name)
-        b_t, uncast = sampling.bitwidths(b_i, constants), self.program.uncast
-        learner = sampling.gradient_of(part, b_i, b_t, amax, draw, constants, kept if uncast else weight.dtype, at)
-        if uncast:
-            assert w_hat is not None
-            learner = sampling.with_value(learner, w_hat)
-        return sharded_like(weight, learner)
+        b_t, (w_hat, amax) = sampling.bitwidths(b_i, constants), self._cached_sample()
+        if amax is None:
+            with torch.no_grad():
+                w_hat, amax = sampling.sample(part, b_t, draw, constants, kept, at)
+        dtype = weight.dtype if w_hat is None else kept  # the step has cached the codes of w_hat alone
+        learner = sampling.gradient_of(part, b_i, b_t, amax, draw, constants, dtype, at)
+        return sharded_like(weight, learner if w_hat is None else sampling.with_value(learner, w_hat))
 
     # A step: the weight is sampled and cast once -----------------------------------------------------------------------
     # The first five run for every layer in every step, while the device may be waiting: they avoid torch's look-up of names.

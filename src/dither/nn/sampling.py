@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
 from dither.nn import functional
-from dither.ops.ranks import offset_of, sharded_like
+from dither.ops.ranks import offset_of
 from dither.ops.storage import DTYPES
 from dither.spec import COMPUTE, Cast, LayerPrecision, Sampling
 from dither.spec.bitwidths import safe_bitwidth
@@ -142,7 +142,7 @@ def gradient_of(
 
 
 class _Sampled(torch.autograd.Function):
-    """w_hat as a function of weight and bitwidth. If the largest magnitudes are given, a placeholder without memory."""
+    """w_hat as a function of weight and bitwidth: a placeholder without memory."""
 
     @staticmethod
     def forward(
@@ -150,19 +150,15 @@ class _Sampled(torch.autograd.Function):
         weight: Tensor,
         bitwidth: Tensor,
         b_t: Tensor,
-        amax: Tensor | None,
+        amax: Tensor,
         draw: Tensor,
         at: tuple[int, ...],
         const: SamplingConstants,
         dtype: torch.dtype,
     ) -> Tensor:
         ctx.at, ctx.const, ctx.dtype = at, const, weight.dtype
-        if amax is None:
-            w_hat, amax = sample(weight, b_t, draw, const, dtype, at)
-        else:
-            w_hat = torch.empty((), dtype=dtype, device=weight.device).expand(weight.shape)
         ctx.save_for_backward(bitwidth, b_t, amax, draw)
-        return w_hat
+        return torch.empty((), dtype=dtype, device=weight.device).expand(weight.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -250,16 +246,6 @@ def shard_of(weight: DTensor, bitwidth: Tensor, const: SamplingConstants, name: 
         )
     b_i = bitwidth.redistribute(weight.device_mesh, weight.placements).to_local()
     return weight.to_local(), b_i, offset_of(weight)
-
-
-def sample_sharded(
-    weight: DTensor, bitwidth: Tensor, draw: Tensor, const: SamplingConstants, dtype: torch.dtype, name: str
-) -> Tensor:
-    """Return w_hat of a sharded weight, sharded in the same way: every shard draws by its coordinates in the whole weight."""
-    part, b_i, at = shard_of(weight, bitwidth, const, name)
-    b_t = bitwidths(b_i, const)
-    sampled: Tensor = _Sampled.apply(part, b_i, b_t, None, draw, at, const, dtype)  # type: ignore[no-untyped-call]
-    return sharded_like(weight, sampled)
 
 
 def with_value(learner: Tensor, w_hat: Tensor) -> Tensor:
