@@ -121,6 +121,16 @@ class FrozenLinear(Linear):
         new.start(Choice(exact, exact))
         return new
 
+    def with_weight(self, model: nn.Module, dtype: torch.dtype | None, *, trains: bool) -> None:
+        """Replace this layer of a model by a `Linear` with a weight: the numbers of its codes, by default in their dtype."""
+        new = Linear.shell(self, without=("weight", *BUFFERS))
+        for name in ("stored", "weight_tensor_scale"):
+            vars(new).pop(name, None)
+        new.register_parameter("weight", nn.Parameter(self.dequantize(dtype), requires_grad=trains))
+        new.start(self.choice)
+        replace_module(model, self, new)
+        new.belong_to(model)
+
     def _hold(self, stored: StoredWeight, codes: Sequence[Tensor | None]) -> None:
         self.stored = stored
         for name, tensor in zip(BUFFERS, codes, strict=True):
@@ -292,12 +302,7 @@ def thaw_base(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     ('Linear', False)
     """
     for layer in [module for module in model.modules() if isinstance(module, FrozenLinear)]:
-        new = Linear.shell(layer, without=BUFFERS)
-        del new.stored
-        new.register_parameter("weight", nn.Parameter(layer.dequantize(dtype), requires_grad=False))
-        new.start(layer.choice)
-        replace_module(model, layer, new)
-        new.belong_to(model)
+        layer.with_weight(model, dtype, trains=False)
 
 
 def _check(layer: Linear) -> None:

@@ -210,12 +210,7 @@ def restore_weights(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     ('Linear', torch.bfloat16)
     """
     for layer in [module for module in model.modules() if isinstance(module, StoredLinear)]:
-        new = Linear.shell(layer, without=("weight", *BUFFERS))
-        del new.stored, new.weight_tensor_scale
-        new.register_parameter("weight", nn.Parameter(layer.dequantize(dtype)))
-        new.start(layer.choice)
-        replace_module(model, layer, new)
-        new.belong_to(model)
+        layer.with_weight(model, dtype, trains=True)
 
 
 def _check(layer: Linear) -> Cast:

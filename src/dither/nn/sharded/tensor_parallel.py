@@ -98,20 +98,22 @@ def _sharding(weight: DTensor, transposed: bool) -> tuple[bool, int, int]:
     return (placement.dim == 0) != transposed, -(-size // weight.device_mesh.size()), size
 
 
-def check(name: str, weight: DTensor, transposed: bool, casts: Mapping[str, Iterable[Cast]]) -> None:
+def check(
+    name: str, weight: DTensor, transposed: bool, casts: Mapping[str, Iterable[Cast | str]], *, spanning: bool = False
+) -> None:
     """Raise if a shard boundary splits a scale group of any of these casts, given by operand. Every rank raises."""
     if weight.placements[0].is_shard():
-        check_part(name, *_sharding(weight, transposed), casts)
+        check_part(name, *_sharding(weight, transposed), casts, spanning=spanning)
 
 
 def check_part(
-    name: str, outputs: bool, part: int, size: int, casts: Mapping[str, Iterable[Cast]], *, spanning: bool = False
+    name: str, outputs: bool, part: int, size: int, casts: Mapping[str, Iterable[Cast | str]], *, spanning: bool = False
 ) -> None:
     """Raise if parts of `part` features, of `size`, split a scale group of a cast. `outputs`: output features are sharded.
 
     `spanning` allows scales that span all shards, of rows and tensors, for callers that exchange magnitudes.
     """
-    for operand in _sharded_operands(outputs, part, size):
+    for operand in ("weight", "grad" if outputs else "input") if part < size else ():
         for cast in casts[operand]:
             if problem := _split(str(cast), operand, outputs, part, size, spanning):
                 raise UserError(f"The layer {name!r} has {problem}")
@@ -119,17 +121,9 @@ def check_part(
 
 def _check_settings(name: str, weight: DTensor, settings: Settings) -> None:
     """Raise if a shard boundary splits a scale group that ranks cannot share."""
-    if not weight.placements[0].is_shard():
-        return
-    outputs, part, size = _sharding(weight, settings.transposed)
-    for operand in _sharded_operands(outputs, part, size):
-        for casting in getattr(settings, operand):
-            if casting.cast and (problem := _split(casting.cast, operand, outputs, part, size, True)):
-                raise UserError(f"The layer {name!r} has {problem}")
-
-
-def _sharded_operands(outputs: bool, part: int, size: int) -> tuple[str, ...]:
-    return ("weight", "grad" if outputs else "input") if part < size else ()
+    operands = {"input": settings.input, "weight": settings.weight, "grad": settings.grad}
+    casts = {operand: [each.cast for each in castings if each.cast] for operand, castings in operands.items()}
+    check(name, weight, settings.transposed, casts, spanning=True)
 
 
 @assume_constant_result
