@@ -1,5 +1,6 @@
 """Versions of Dither and of what its numbers depend on. Importing this does not import torch."""
 
+import functools
 import importlib.metadata
 import importlib.util
 import platform
@@ -17,6 +18,7 @@ def version() -> str:
         return "of this source tree, not installed"
 
 
+@functools.cache
 def has_triton() -> bool:
     """Return whether Triton, which the kernels are written in, is installed."""
     return importlib.util.find_spec("triton") is not None

@@ -192,11 +192,6 @@ class LearnedBitwidths:
     bins: Mapping[float, float] = field(default_factory=dict)
     """Fraction of weights by b_t in bins of `BIN` bits, by the lower end of each bin, which belongs to it."""
 
-    @property
-    def bits(self) -> float:
-        """Return the bits per weight if each block has its own format, without scales."""
-        return sum(Format.parse(name).bits * share for name, share in self.formats.items())
-
 
 @dataclass(frozen=True)
 class EffectivePrecision:

@@ -38,12 +38,11 @@ from dither.ops.reference.adamw import FORMATS
 from dither.optim.adamw import AdamW
 from dither.optim.orthogonal import orthogonalize_members
 from dither.snip.statistics import hooked, is_tensor_parallel
-from dither.spec import Cast
+from dither.spec import OPERANDS, Cast
 from dither.spec.formats import TABLE
 
 # The report -----------------------------------------------------------------------------------------------------------
 
-OPERANDS = ("input", "weight", "grad")
 WORDS = {"input": "input", "weight": "weight", "grad": "output gradient"}
 
 CLIPPED = 0.05

@@ -4,7 +4,7 @@ The marks for torch.compile do not import Dynamo, which takes longer to import t
 """
 
 import functools
-import importlib.util
+import importlib
 import warnings
 from collections.abc import Callable
 from types import ModuleType
@@ -15,7 +15,7 @@ import torch
 from dither.errors import PerformanceWarning, UserError
 from dither.spec import Cast
 from dither.spec.engines import SIXTEEN_BITS, Verified
-from dither.versions import version
+from dither.versions import has_triton, version
 
 
 def capability_of(device: torch.device) -> tuple[int, int] | None:
@@ -38,15 +38,10 @@ def describe(device: torch.device, engines: tuple[str, ...] = ()) -> Verified | 
     return Verified(name, capability, str(torch.__version__), torch.version.cuda or "none", version(), engines)
 
 
-@functools.cache
-def _kernels_exist() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def _use_kernel(device: torch.device, backend: str) -> bool:
     if backend == "reference" or (backend == "auto" and device.type != "cuda"):
         return False
-    if not _kernels_exist():
+    if not has_triton():
         raise UserError(
             "The kernels need Triton, which is not installed: install the triton package, or pass backend='reference'."
         )

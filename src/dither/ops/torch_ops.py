@@ -21,6 +21,7 @@ from dither.ops.backend import implementation
 from dither.ops.reference.loss import gradients_like
 from dither.ops.reference.matmul import Operand
 from dither.ops.reference.sampling import LN2, pow2, to_dtype
+from dither.ops.reference.transforms import padded_shape
 from dither.spec import Cast, Transform, groups, registry
 from dither.spec.formats import Format
 from dither.spec.random import Draw
@@ -139,10 +140,7 @@ def _round_to_op(
 
 
 def _empty_transform(x: Tensor, transform: str, axis: int) -> Tensor:
-    size = list(x.shape)
-    width = Transform.parse(transform).size
-    size[axis] = -(-size[axis] // width) * width
-    return x.new_empty(size, dtype=torch.float32)
+    return x.new_empty(padded_shape(x, Transform.parse(transform), axis), dtype=torch.float32)
 
 
 @operator(_empty_transform)

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
+from dither.console import aligned
 from dither.errors import UserError, checked_keys
 from dither.files import Refused, from_json, read_text
 from dither.spec import registry
@@ -311,13 +312,11 @@ class Plan:
         """Return a table with a line per rule, the default, and the rest of the model."""
         rows = [("layers", *OPERANDS), *((pattern, *_cells(precision)) for pattern, precision in self.layers)]
         rows.append(("all others" if self.layers else "all", *_cells(self.default)))
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines = ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         rest = [f"compute {self.compute}", f"parameters {self.parameters or 'as they are'}"]
         rest += [f"the last {self.spare_last:.0%} of the blocks uncast"] * bool(self.spare_last)
         rest += ["fp32 master copy"] * self.master + ["loss scaling"] * self.loss_scaling
         rest += [f"{key}: {value}" for key, value in self.provenance.items()]
-        return "\n".join([*lines, "; ".join(rest)])
+        return "\n".join([*aligned(rows), "; ".join(rest)])
 
 
 PLAN_VERSION = 3
