@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import pickle
-import re
 import subprocess
 import sys
 
@@ -16,8 +15,7 @@ from hypothesis import strategies as st
 from sweeps import examples
 
 from dither import Stream, UserError
-from dither.ops.reference.philox import philox4x32, random_bits
-from dither.spec.random import Draw
+from dither.ops.reference.philox import philox4x32
 
 # Fixed examples: the suite says the same thing every time.
 quick = settings(max_examples=examples(100), deadline=None, derandomize=True, database=None)
@@ -148,15 +146,6 @@ def test_a_stream_is_frozen_comparable_and_picklable():
     assert dataclasses.replace(stream, name="v").key == Stream(1, "round", "v").key
 
 
-def test_random_bits_takes_a_draw():
-    stream = Stream(1, "round", "w")
-    draw = stream.draw(3, (2, 5), (4, 7), "cpu")
-    assert draw == Draw(stream.key, draw.step, 4, 7)
-    assert draw.step.dtype == torch.int64
-    assert draw.step.shape == ()
-    assert torch.equal(random_bits(draw, 2, 5, 16), stream.bits(3, (2, 5), (4, 7), width=16))
-
-
 # Bad input ------------------------------------------------------------------------------------------------------------
 
 
@@ -170,12 +159,7 @@ def test_random_bits_takes_a_draw():
             ((0, "round", "w"), {"step": step}, "A step is an integer")
             for step in (-1, 2**32, 0.5, True, torch.tensor(1.0), torch.tensor([1]), torch.tensor(1, dtype=torch.int32))
         ),
-        *(
-            ((0, "round", "w"), {"offset": offset}, rf"2 x 3 elements.*{re.escape(str(offset))}")
-            for offset in ((-1, 0), (0, -1), (2**32 - 1, 0), (0, 2**32 - 2))
-        ),
-        *(((0, "round", "w"), {"offset": offset}, "offset") for offset in ((1, 2, 3), 5, None, (0.5, 0))),
-        ((0, "round", "w"), {"backend": "cuda"}, "no backend 'cuda': choose 'auto', 'reference' or 'kernel'"),
+        *(((0, "round", "w"), {"offset": offset}, "2 x 3 elements at offset") for offset in ((-1, 0), (0, 2**32 - 2))),
     ],
 )
 def test_bad_input_is_an_error(stream, given, said):
