@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sweeps import EVERYTHING, left_out
@@ -108,6 +109,13 @@ def registry_undone() -> Iterator[None]:
     with contextlib.suppress(UndoError), registry.registering("a test"):
         yield
         raise UndoError
+
+
+@pytest.fixture
+def quiet_numpy() -> Iterator[None]:
+    """Let the interpreter of kernels, which computes with numpy, not warn of overflows and NaNs that are wanted."""
+    with np.errstate(all="ignore"):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ import oracles
 import pytest
 import torch
 from sweeps import sweep
+from tiny import same
 from torch import Tensor, nn
 
 import dither
@@ -319,10 +320,6 @@ def wide(net: nn.Module, optimizer: AdamW) -> list[Tensor]:
         state = optimizer.state[p]
         found += [adamw.wide_weight(p.detach(), state), state["exp_avg"], state["exp_avg_sq"].abs(), p.detach().clone()]
     return found
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def make_ties(net: nn.Module, optimizer: AdamW) -> None:

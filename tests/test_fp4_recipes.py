@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny import random
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -19,10 +20,6 @@ from dither.train.config import Precision
 
 NAMES = [name for name, each in RECIPES.items() if each.paper or name == "fp4-forward"]
 STEP, SEED = 7, 0
-
-
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def cast(x: Tensor, text: str, axis: int, purpose: str) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import TokenNet, same
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -273,38 +274,9 @@ def test_every_mode_can_be_compared() -> None:
 # Gradients released as they are used -----------------------------------------------------------------------------------
 
 
-class ReleasedBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(32)
-        self.up = nn.Linear(32, 64)
-        self.down = nn.Linear(64, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    """A tied embedding, blocks, a head, and a parameter that only odd steps use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(16, 32)
-        self.layers = nn.ModuleList(ReleasedBlock() for _ in range(3))
-        self.sometimes = nn.Parameter(torch.ones(32))
-        self.head = nn.Linear(32, 16, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor, odd: bool) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.layers:
-            x = block(x)
-        return nn.functional.cross_entropy(self.head(x * self.sometimes if odd else x).float(), tokens.flip(0))
-
-
-def net() -> Net:
+def net() -> TokenNet:
     torch.manual_seed(0)
-    return Net()
+    return TokenNet(words=16, width=32, inner=64, blocks=3, tied=True)
 
 
 def tokens(step: int) -> Tensor:
@@ -326,10 +298,6 @@ def everything(run: Any) -> list[Tensor]:
     for p in run.model.parameters():
         found += [value.clone() for _, value in sorted(run.optimizer.state[p].items())]
     return [*found, run.optimizer.steps.clone()]
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 KINDS: list[tuple[str, dict[str, Any]]] = [

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import TokenNet
 from torch import Tensor, nn
 
 import dither
@@ -22,37 +23,9 @@ from dither.optim.host_states import CopyStream, HostStates, StatePart
 STEPS = 6
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(24)
-        self.up = nn.Linear(24, 40)
-        self.down = nn.Linear(40, 24)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    """An embedding that is divided into rows, blocks, and a parameter that only odd steps use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(90, 24)
-        self.layers = nn.ModuleList(Block() for _ in range(2))
-        self.sometimes = nn.Parameter(torch.ones(24))
-        self.head = nn.Linear(24, 90, bias=False)
-
-    def forward(self, tokens: Tensor, odd: bool) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.layers:
-            x = block(x)
-        return nn.functional.cross_entropy(self.head(x * self.sometimes if odd else x).float(), tokens.flip(0))
-
-
-def net(dtype: torch.dtype = torch.bfloat16) -> Net:
+def net(dtype: torch.dtype = torch.bfloat16) -> TokenNet:
     torch.manual_seed(0)
-    return Net().to(dtype)
+    return TokenNet(words=90, width=24, inner=40, blocks=2, tied=False).to(dtype)
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +64,7 @@ def assert_same(one: tuple[nn.Module, AdamW], other: tuple[nn.Module, AdamW]) ->
         assert torch.equal(tensor, theirs[name]), name
 
 
-ROLES = {name: Role.whole() if p.dim() < 2 else Role.rows_each(2) for name, p in Net().named_parameters()}
+ROLES = {name: Role.whole() if p.dim() < 2 else Role.rows_each(2) for name, p in net().named_parameters()}
 
 KINDS: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": torch.float32},
@@ -109,7 +82,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def made(kind: str, states_on: str, **more: Any) -> tuple[Net, AdamW]:
+def made(kind: str, states_on: str, **more: Any) -> tuple[TokenNet, AdamW]:
     options = {"lr": 1e-2, "nonfinite": "skip", **KINDS[kind], **more}
     make: Callable[..., AdamW] = options.pop("make", lambda model, **rest: AdamW(model.named_parameters(), **rest))
     model = net(options.pop("dtype", torch.bfloat16))
@@ -200,38 +173,38 @@ def test_copies_of_the_optimizer(how: Callable[[Any], Any]) -> None:
     assert_same(straight, other)
 
 
-def cleared(model: Net, optimizer: AdamW) -> None:
+def cleared(model: TokenNet, optimizer: AdamW) -> None:
     optimizer.state.clear()
 
 
-def replaced(model: Net, optimizer: AdamW) -> None:
+def replaced(model: TokenNet, optimizer: AdamW) -> None:
     state = optimizer.state[model.head.weight]
     state["exp_avg"] = state["exp_avg"].flip(0)
 
 
-def written(model: Net, optimizer: AdamW) -> None:
+def written(model: TokenNet, optimizer: AdamW) -> None:
     optimizer.state[model.head.weight]["exp_avg_scale"].mul_(2)
 
 
-def reformatted(model: Net, optimizer: AdamW) -> None:
+def reformatted(model: TokenNet, optimizer: AdamW) -> None:
     for group in optimizer.param_groups:
         group["states"] = "bf16"
 
 
-def reset(model: Net, optimizer: AdamW) -> None:
+def reset(model: TokenNet, optimizer: AdamW) -> None:
     wide = optimizer.wide_weight(model.head.weight)
     optimizer.write_weight(model.head.weight, wide + 1, wide > 0)
 
 
-def loaded(model: Net, optimizer: AdamW) -> None:
+def loaded(model: TokenNet, optimizer: AdamW) -> None:
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
-def of_torch(model: Net, optimizer: AdamW) -> None:
+def of_torch(model: TokenNet, optimizer: AdamW) -> None:
     optimizer.load_state_dict(copy.deepcopy(dither.optim.torch_state_dict(optimizer)))
 
 
-def added(model: Net, optimizer: AdamW) -> None:
+def added(model: TokenNet, optimizer: AdamW) -> None:
     model.more = nn.Parameter(torch.ones(24, dtype=torch.bfloat16))
     model.layers[0].register_parameter("more", model.more)
     optimizer.add_param_group({"params": [("more", model.more)]})
@@ -240,7 +213,7 @@ def added(model: Net, optimizer: AdamW) -> None:
 
 @pytest.mark.parametrize("edit", [cleared, replaced, written, reformatted, reset, loaded, of_torch, added])
 @pytest.mark.parametrize("kind", ["dynamic8", "24-bit masters"])
-def test_edits_between_steps(kind: str, edit: Callable[[Net, AdamW], None]) -> None:
+def test_edits_between_steps(kind: str, edit: Callable[[TokenNet, AdamW], None]) -> None:
     runs = [made(kind, where) for where in ("device", "host")]
     for model, optimizer in runs:
         train(model, optimizer, range(3))

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from pairs import FAMILIES, check_level, family_of
+from pairs import FAMILIES, check_level
 from torch import Tensor, nn
 
 import dither
@@ -14,7 +14,6 @@ from dither.ops.reference import rounding
 from dither.spec import Cast, LayerPrecision, Plan, levels
 from dither.spec.formats import Format
 from dither.spec.levels import NO_LEVELS, families, indices, levels_of
-from dither.spec.random import Draw
 
 
 @pytest.mark.parametrize("text", FAMILIES)
@@ -23,10 +22,6 @@ def test_a_level_chooses_its_cast(text: str, dtype: torch.dtype) -> None:
     """Every level gives the codes and scales of its cast alone, in one layout and in both (kernels: test_pairs.py)."""
     x = torch.randn(160, 256, generator=torch.Generator().manual_seed(1)).to(dtype)
     assert check_level(x, text, "reference") == 0
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.reshape(-1).view(torch.uint8)
 
 
 def test_families_share_groups_and_storage() -> None:
@@ -188,19 +183,3 @@ def test_the_key_of_a_captured_graph_tells_what_moved() -> None:
 def test_prepare_says_what_is_missing() -> None:
     with pytest.raises(UserError, match=r"dither.convert\(model, plan\) comes first"):
         Conversion.of(nn.Linear(8, 8)).prepare(["fp8-block"])
-
-
-def test_draws_reference() -> None:
-    """A level whose cast is rounded to nearest draws nothing, though the family does."""
-    family = family_of(FAMILIES[0])
-    x = torch.randn(16, 128)
-    number = family.casts.index(Cast.parse("e4m3 tile(128)"))
-    code = [levels_reference(x, family, number, Draw(seed, torch.tensor(1)))[0] for seed in (1, 2)]
-    assert torch.equal(bits(code[0]), bits(code[1]))
-
-
-def levels_reference(x: Tensor, family: levels.Family, number: int, draw: Draw) -> tuple[Tensor, ...]:
-    from dither.ops.reference import levels as reference
-
-    level = torch.tensor([number], dtype=torch.int32)
-    return reference.quantize(x, family.casts, level, 1, draw, None, Format.parse(family.container))

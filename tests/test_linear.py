@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pairs
 import pytest
 import torch
+from tiny import conv1d, same
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
@@ -119,10 +120,6 @@ def run(layer: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
     return [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())]
 
 
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 # Values ----------------------------------------------------------------------------------------------------------------
 
 
@@ -149,17 +146,7 @@ def test_a_weight_stored_transposed_gives_the_same_products(name: str) -> None:
     """As in Hugging Face's Conv1D. Blocks and tiles are the same, but stochastic bits follow the stored coordinates."""
     x, w, b, dy = data(*SIZES[0])
     how = precision(name)
-
-    class Conv1D(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.nf = w.shape[0]
-            self.weight, self.bias = nn.Parameter(w.T.contiguous()), nn.Parameter(b.clone())
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], self.nf)
-
-    old = Conv1D()
+    old = conv1d(w, b)
     layer = Linear.adopt(old, how, name=NAME, seed=SEED)
     assert layer.weight is old.weight
     assert (layer.in_features, layer.out_features, layer.nf) == (w.shape[1], w.shape[0], w.shape[0])

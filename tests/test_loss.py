@@ -5,7 +5,6 @@
 
 import math
 
-import numpy as np
 import pairs
 import pytest
 import torch
@@ -18,15 +17,10 @@ from dither.models.causal import cross_entropy, output_loss
 from dither.ops.reference import loss as reference
 from dither.ops.reference.loss import IGNORE
 
+pytestmark = pytest.mark.usefixtures("quiet_numpy")
+
 NAN, INF = torch.nan, torch.inf
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> object:
-    """The interpreter computes with numpy, which warns of the overflows and NaNs that are wanted here."""
-    with np.errstate(all="ignore"):
-        yield
 
 
 @pytest.fixture(params=["reference", "kernel"])

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from sweeps import only
+from tiny import same
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
@@ -60,10 +61,6 @@ def trained(plan: Plan | str, options: MemoryOptions | None, *, again: bool = Fa
             with torch.no_grad():
                 parameter -= 0.1 * parameter.grad
             parameter.grad = None
-
-
-def same(first: Iterator[Tensor], second: Iterator[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.sampled(only=["fp8-block", "fp8-delayed", "nvfp4"])

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tiny import same
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -42,11 +43,6 @@ def bits(net: nn.Module, optimizer: AdamW) -> list[Tensor]:
     """All numbers of a model and its optimizer, copied."""
     numbers = [*net.parameters(), *(t for p in net.parameters() for t in optimizer.state[p].values())]
     return [t.detach().clone() for t in (*numbers, optimizer.steps, optimizer.skipped)]
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    assert len(a) == len(b)
-    return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 # Reproducing ----------------------------------------------------------------------------------------------------------

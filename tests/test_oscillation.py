@@ -1,11 +1,11 @@
 """Weights that oscillate between two codes: sums against a second writing, resets in every mode, and runs that resume."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runs import NARROW, config_of, lines, tensors_of, write_bottles
+from runs import NARROW, config_of, lines, tensors_of
+from tiny import random
 from torch import Tensor, nn
 
 import dither
@@ -18,10 +18,6 @@ from dither.train.loop import train
 
 CAST = "e2m1 tile(16)"
 PLAN = Plan(default=LayerPrecision.of(weight=CAST))
-
-
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def model_of(plan: Plan = PLAN, size: int = 32) -> nn.Sequential:
@@ -158,11 +154,6 @@ def test_transposed_layers_and_all_experts_are_watched():
 # Runs -----------------------------------------------------------------------------------------------------------------
 
 TINY = (*NARROW, *("model.feed_forward=32", "oscillation.start=0", "oscillation.period=4", "oscillation.window=3"))
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_bottles(tmp_path_factory.mktemp("text"), documents=8)
 
 
 @pytest.mark.parametrize("settings", [("precision.mode=fp32",), ("precision.mode=bf16-sr", "precision.states=companded8")])

@@ -4,12 +4,12 @@ import copy
 import shutil
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runs import NARROW, config_of, lines, tensors_of, write_bottles
+from runs import NARROW, config_of, lines, tensors_of
+from tiny import random
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 
@@ -29,10 +29,6 @@ STEP, SEED, K, N, M = 7, 0, 192, 128, 96
 MX, SR = "e4m3 tile(32) pow2_ceil", "nvfp4 stochastic(16)"
 CHOSEN = Outliers(share=0.1, steps=1)
 PLAN = recipe("tetrajet2").with_outliers(CHOSEN)
-
-
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def inputs(seed: int, rows: int = M, features: int = K) -> Tensor:
@@ -355,11 +351,6 @@ def test_compiled_blocks_have_the_bits_of_eager_ones():
 # Runs -----------------------------------------------------------------------------------------------------------------
 
 TINY = (*NARROW, *("model.feed_forward=48", "outliers.start=0.1", "outliers.steps=3"))
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_bottles(tmp_path_factory.mktemp("text"), documents=8)
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16-sr"])

@@ -3,7 +3,6 @@
 import json
 import shutil
 
-import numpy as np
 import pairs
 import pytest
 import torch
@@ -23,14 +22,9 @@ from dither.ops.reference.loss import IGNORE, ROOM
 from dither.train import config as configs
 from dither.train import loop
 
+pytestmark = pytest.mark.usefixtures("quiet_numpy")
+
 CASTS = ["e5m2 tensor", "e4m3 tile(128)", "e4m3 tile(32) pow2_ceil"]
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> object:
-    """The interpreter computes with numpy, which warns of the overflows and NaNs that are wanted here."""
-    with np.errstate(all="ignore"):
-        yield
 
 
 @pytest.mark.sampled(without=["e4m3 tile(32) pow2_ceil-144-136-dtype0", "e5m2 tensor-144-136-dtype0"])

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 from lazily import Lazy
+from tiny import same
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -106,10 +107,6 @@ def trained(loop: Callable[..., None], method: str, checkpointing: str, parts: i
     with contextlib.redirect_stdout(io.StringIO()):
         loop(model, parts)
     return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def cases(checkpointing: Iterable[str] = ("non-reentrant", "reentrant")) -> list:

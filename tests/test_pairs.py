@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pairs
 import pytest
 import torch
@@ -45,6 +44,8 @@ from dither.spec.groups import layout_of
 from dither.spec.optimizer import Update
 from dither.tools import doctor
 
+pytestmark = pytest.mark.usefixtures("quiet_numpy")
+
 
 @triton.jit
 def _dynamic_kernel(points_ptr, codes_ptr, back_ptr, tables_ptr, SIGNED: tl.constexpr, FOUR: tl.constexpr):
@@ -68,13 +69,6 @@ def _sums_kernel(y_ptr, q_ptr, out_ptr, P: tl.constexpr, Q: tl.constexpr, N: tl.
     at = tl.arange(0, P)[:, None] * Q + tl.arange(0, Q)[None, :]
     sums = kernel_tiles.span_sums(tl.load(y_ptr + at) * tl.load(q_ptr + at), P, Q, N)
     tl.store(out_ptr + tl.arange(0, P)[:, None] * (Q // N) + tl.arange(0, Q // N)[None, :], sums)
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> object:
-    """The interpreter computes with numpy, which warns of the overflows and NaNs that are wanted here."""
-    with np.errstate(all="ignore"):
-        yield
 
 
 def parts_of(cast: Cast) -> tuple[object, ...]:

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny import conv1d, same
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -71,12 +72,6 @@ def magnitudes(w: Tensor, block: int = 32) -> Tensor:
 
 def gradients(model: nn.Module) -> list[Tensor | None]:
     return [parameter.grad for parameter in model.parameters()]
-
-
-def same(a: list[Tensor | None], b: list[Tensor | None]) -> bool:
-    return len(a) == len(b) and all(
-        (x is None) == (y is None) and (x is None or torch.equal(x, y)) for x, y in zip(a, b, strict=True)
-    )
 
 
 def run(
@@ -366,7 +361,7 @@ def test_a_cast_sees_the_sampled_weight() -> None:
         x, dy = data()
         weight = made.weight
         if transposed:
-            made = Linear.adopt(conv1d(made), made.precision, name="t")
+            made = Linear.adopt(conv1d(made.weight), made.precision, name="t")
             r = w_hat_of_conv1d(made)
             weight, sampled = made.weight, r
         learner = sampled.detach().requires_grad_()
@@ -383,19 +378,6 @@ def test_a_cast_sees_the_sampled_weight() -> None:
         assert made.bitwidth.grad.any()
 
 
-class Conv1D(nn.Module):
-    """As Hugging Face's GPT-2 has it: a weight [in, out]."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.nx, self.nf = weight.shape
-        self.weight, self.bias = nn.Parameter(weight), None
-
-
-def conv1d(made: Linear) -> Conv1D:
-    return Conv1D(made.weight.detach().T.contiguous())
-
-
 def w_hat_of_conv1d(made: Linear) -> Tensor:
     plain = copy.deepcopy(made)
     plain.set_precision(LayerPrecision(sampling=made.precision.sampling))
@@ -405,7 +387,9 @@ def w_hat_of_conv1d(made: Linear) -> Tensor:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_weight_stored_transposed_is_sampled_as_it_is_stored(recompute: bool) -> None:
-    made = Linear.adopt(conv1d(layer(None)), LayerPrecision(sampling=Sampling(recompute=recompute)), name=NAME, seed=SEED)
+    made = Linear.adopt(
+        conv1d(layer(None).weight), LayerPrecision(sampling=Sampling(recompute=recompute)), name=NAME, seed=SEED
+    )
     assert made.bitwidth.shape == (3, 4)
     x, dy = data()
     given = x.clone().requires_grad_()

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from tiny import same
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedules
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -61,10 +62,6 @@ def numbers(params: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> list
     """Weights and states, copied."""
     states = [t for p in params.values() for t in optimizer.state[p].values()]
     return [t.detach().clone() for t in (*params.values(), *states)]
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 # In place of torch's --------------------------------------------------------------------------------------------------

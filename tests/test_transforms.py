@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from scipy.linalg import hadamard
+from tiny import conv1d, random
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,10 +17,6 @@ from dither.spec import LayerPrecision, MemoryOptions, Plan, Transform
 
 SIZES = (16, 32, 64, 128)
 PLACE = torch.tensor([3, 0, 77])
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("signs", ["plain", "fixed", "redrawn"])
@@ -142,24 +139,13 @@ def test_transforms_of_both_operands_leave_the_products_as_they_were(size, trans
         first = "e4m10 tile(16) pow2_ceil nearest hadamard(64,plain)"
         precision = LayerPrecision.of(first, first, text, {"input_grad.weight": text, "weight_grad.input": text}, True, True)
     plain = nn.Linear(200, 136)
-    layer = transposed_layer(plain, precision) if transposed else Linear.adopt(plain, precision, name="layer")
+    layer = Linear.adopt(conv1d(plain.weight, plain.bias) if transposed else plain, precision, name="layer")
     x, dy = random(150, 200), random(150, 136, seed=1)
     found = gradients(layer, x, dy, step=2)
     y = plain(x)
     weight_grad = dy.T @ x
     for mine, theirs in zip(found, (y, dy @ plain.weight, weight_grad.T if transposed else weight_grad), strict=True):
         assert (mine - theirs).norm() < 1e-3 * theirs.norm()
-
-
-def transposed_layer(plain: nn.Linear, precision: LayerPrecision) -> Linear:
-    """The same layer with its weight stored as [in, out], as Hugging Face's Conv1D has it."""
-
-    class Conv1D(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.nf, self.weight, self.bias = plain.out_features, nn.Parameter(plain.weight.T.contiguous()), plain.bias
-
-    return Linear.adopt(Conv1D(), precision, name="layer")
 
 
 def gradients(layer: nn.Module, x: torch.Tensor, dy: torch.Tensor, step: int) -> tuple[torch.Tensor, ...]:
@@ -185,6 +171,7 @@ def results(kind: str, memory: MemoryOptions, compiled: bool, recompute: bool = 
             y.backward(dy)
         return y.detach(), inner.grad, weight.grad
     if compiled:
+        torch._dynamo.reset()
         layer.compile(backend="aot_eager", fullgraph=True)
     return gradients(layer, x, dy, step=5)
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from tiny import Block
+from torch import nn
 
 from dither import UserError
 from dither.optim import AdamMini, AdamW, Muon, Role, host_states, muon_groups, release_gradients
@@ -19,20 +20,9 @@ STEPS = 6
 WIDTH = 1024
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
-        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
 def network() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(4))).to("cuda", torch.bfloat16)
+    return nn.Sequential(*(Block(WIDTH, 2 * WIDTH, bias=False) for _ in range(4))).to("cuda", torch.bfloat16)
 
 
 def roles(net: nn.Module) -> dict[str, Role]:
