@@ -9,10 +9,8 @@ import math
 
 import numpy as np
 import pytest
-import torch
 
 from dither import Format, UserError
-from dither.ops.reference import sampling
 from dither.spec.bitwidths import DEPLOYABLE, SMALLEST, capacity, deployable, required_format, safe_bitwidth
 
 SMALL = ("e2m1", "e3m2", "e4m3", "e5m2")
@@ -238,17 +236,3 @@ def test_deployable_is_the_narrowest_that_carries():
     # By its range e2m3 carries what e2m1 does, in two bits more.
     assert deployable(3, ("e2m3", "e2m1")).name == "e2m1"
     assert deployable(2, ("e2m3", "e4m3")).name == "e2m3"
-
-
-@pytest.mark.parametrize(("kind", "variance", "error"), [("rounded_normal", 75 / 256, 1e-12), ("uniform", 1 / 12, 1e-4)])
-def test_variance_of_the_noise(kind, variance, error):
-    """That of rounded normal noise is 1 * 18/64 + 4 * 3/1024."""
-    R = sampling.noise_of(torch.arange(1 << 16), kind).double()
-    assert R.square().mean().item() == pytest.approx(variance, rel=error)
-
-
-def test_variance_of_the_exact_noise():
-    """The mean of R^2 is the sum of (2k - 1) P(|R| >= k), and |R| >= k where |N(0, 1)| >= 2k - 1."""
-    thresholds = [t / 2**31 for t in sampling.ROUNDED_NORMAL_EXACT]
-    variance = sum((2 * k - 1) * math.erfc((2 * k - 1) / math.sqrt(2)) for k in range(1, 5))
-    assert sum((2 * k + 1) * p for k, p in enumerate(thresholds)) == pytest.approx(variance, rel=1e-7)

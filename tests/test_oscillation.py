@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import NARROW, config_of, lines, tensors_of
+from runs import NARROW
 from tiny import random
 from torch import Tensor, nn
 
@@ -14,7 +14,6 @@ from dither.nn import Linear
 from dither.optim import MODES, AdamW, OscillationReset, training
 from dither.spec import LayerPrecision
 from dither.train.config import Config, OscillationSettings, override
-from dither.train.loop import train
 
 CAST = "e2m1 tile(16)"
 PLAN = Plan(default=LayerPrecision.of(weight=CAST))
@@ -154,31 +153,6 @@ def test_transposed_layers_and_all_experts_are_watched():
 # Runs -----------------------------------------------------------------------------------------------------------------
 
 TINY = (*NARROW, *("model.feed_forward=32", "oscillation.start=0", "oscillation.period=4", "oscillation.window=3"))
-
-
-@pytest.mark.parametrize("settings", [("precision.mode=fp32",), ("precision.mode=bf16-sr", "precision.states=companded8")])
-def test_a_run_resumes_within_a_window_bit_for_bit(text, tmp_path, settings):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert train(config_of(text, whole, TINY, settings, "run.steps=8", "run.save_every=3")).code == 0
-    assert [line["step"] for line in lines(whole, "oscillation")] == [4, 8]
-    assert all(0 < line["share"] < 1 for line in lines(whole, "oscillation"))
-    assert train(config_of(text, parts, TINY, settings, "run.steps=6")).code == 0  # the window of steps 5 to 8 has begun
-    saved = tensors_of(parts, 6)
-    assert any(name.startswith("oscillation:") and name.endswith(":moved") for name in saved)
-    resumed = config_of(text, parts, TINY, settings, "run.steps=8")
-    assert train(resumed, resume=True).code == 0
-    one, other = tensors_of(whole, 8), tensors_of(parts, 8)
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
-
-
-def test_layers_of_a_later_plan_are_watched_from_the_next_window_on(text, tmp_path):
-    chosen = [each for each in TINY if not each.startswith("precision")]
-    planned = 'precision.schedule=[[0, "fp32"], [3, "tetrajet2"]]'
-    assert train(config_of(text, tmp_path / "run", chosen, planned, "run.steps=8", "precision.mode=fp32")).code == 0
-    first, second = (line["share"] for line in lines(tmp_path / "run", "oscillation"))
-    assert first == 0 < second  # nothing is cast when the first window begins
 
 
 # What does not work ---------------------------------------------------------------------------------------------------

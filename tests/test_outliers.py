@@ -353,17 +353,22 @@ def test_compiled_blocks_have_the_bits_of_eager_ones():
 TINY = (*NARROW, *("model.feed_forward=48", "outliers.start=0.1", "outliers.steps=3"))
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16-sr"])
-def test_a_run_resumes_bit_for_bit(text, tmp_path, mode):
+OSCILLATION = ("oscillation.start=0.5", "oscillation.period=4", "oscillation.window=3")
+
+
+@pytest.mark.parametrize("settings", [("precision.mode=fp32",), ("precision.mode=bf16-sr", "precision.states=companded8")])
+def test_a_run_resumes_bit_for_bit(text, tmp_path, settings):
+    """Also within a window of `OscillationReset`."""
     whole = tmp_path / "whole"
-    more = (f"precision.mode={mode}", "oscillation.start=0.5", "oscillation.period=4", "oscillation.window=3")
-    more = (*TINY, *more, "run.steps=10", "run.save_every=2", "run.keep_last=9")
+    more = (*TINY, *OSCILLATION, *settings, "run.steps=10", "run.save_every=2", "run.keep_last=9")
     assert train(config_of(text, whole, more)).code == 0
     at = {step: tensors_of(whole, step) for step in (2, 6, 10)}
     name = next(name for name in at[2] if name.endswith("down_proj.outlier_channels"))
     assert at[2][name].tolist() == [-2] * 16  # step 1 is measured, of steps 1 to 3
     assert at[6][name].tolist() == at[10][name].tolist() == sorted(set(at[6][name].tolist()))
     assert [line["step"] for line in lines(whole, "oscillation")] == [8]
+    assert all(0 < line["share"] < 1 for line in lines(whole, "oscillation"))
+    assert any(name.startswith("oscillation:") and name.endswith(":moved") for name in at[6])
     for stop in (2, 6):  # in the measured steps, and after them
         out = tmp_path / f"from {stop}"
         shutil.copytree(whole, out)
@@ -392,14 +397,16 @@ def test_outliers_do_not_oscillate():
     assert torch.equal(found.read[:, others], rest[:, others])
 
 
-def test_a_schedule_has_outliers_where_it_casts_to_few_bits(text, tmp_path):
+def test_a_schedule_has_outliers_and_watches_weights_where_it_casts_to_few_bits(text, tmp_path):
     chosen = [each for each in TINY if not each.startswith("precision")]
-    planned = 'precision.schedule=[[0, "fp32"], [3, "tetrajet2"]]'
+    planned = ('precision.schedule=[[0, "fp32"], [3, "tetrajet2"]]', *OSCILLATION, "oscillation.start=0", "outliers.steps=1")
     assert train(config_of(text, tmp_path / "run", chosen, planned, "run.steps=8", "precision.mode=fp32")).code == 0
+    first, second = (line["share"] for line in lines(tmp_path / "run", "oscillation"))
+    assert first == 0 < second  # nothing is cast when the first window begins
     saved = tensors_of(tmp_path / "run", 8)
     found = [value for name, value in saved.items() if name.endswith("outlier_channels")]
     assert len(found) == 7
-    assert all(each.min() >= 0 for each in found)  # measured in steps 3 to 5
+    assert all(each.min() >= 0 for each in found)  # measured in step 3
 
 
 # What does not work ---------------------------------------------------------------------------------------------------
