@@ -33,8 +33,8 @@ ARMS = {"QAT": [], "QAT, teacher": ["--teacher", "{base}"], "noise, then QAT": [
 FULL = {
     "seeds": 3,
     "model": "llama-34m",
-    "steps": 5200,
-    "more": 520,
+    "steps": 3000,
+    "more": 150,
     "lr": 2e-3,
     "batch": 64,
     "sequence": 512,
@@ -160,27 +160,36 @@ class Seed:
 
 
 def train_and_export(out: Path, settings: dict, jobs: int) -> Results:
-    """Train and export all arms of all seeds, `jobs` at a time. What fails says so, and is left out."""
-    results: Results = {}
+    """Train and export all arms of all seeds whose losses are not known, `jobs` at a time. What fails says so."""
+    file = out / "losses.json"
+    results: Results = json.loads(file.read_text())["losses"] if file.exists() else {}
     seeds = [Seed(out / f"seed-{number}", number, settings) for number in range(settings["seeds"])]
 
     def record(seed: Seed, losses: Callable[[], Losses]) -> None:
-        try:
-            for arm, format, loss in losses():
-                results.setdefault(arm, {}).setdefault(format, {})[str(seed.number)] = loss
-                (out / "losses.json").write_text(json.dumps({"settings": settings, "losses": results}, indent=1))
-        except subprocess.CalledProcessError as error:
-            print(f"Seed {seed.number}: {error}\n{(error.stderr or '')[-2000:]}", flush=True)
+        for arm, format, loss in losses():
+            results.setdefault(arm, {}).setdefault(format, {})[str(seed.number)] = loss
+            file.write_text(json.dumps({"settings": settings, "losses": results}, indent=1))
+
+    def missing(seed: Seed) -> list[Callable[[], Losses]]:
+        def known(arm: str, formats: list[str]) -> bool:
+            return all(str(seed.number) in results.get(arm, {}).get(format, {}) for format in formats)
+
+        formats = settings["formats"]
+        tasks = [] if known("to nearest", formats) else [seed.rounded]
+        tasks += [] if known(MORE, formats) else [seed.continued]
+        arms = itertools.product(formats, ARMS)
+        return tasks + [partial(seed.trained_for, format, arm) for format, arm in arms if not known(arm, [format])]
 
     with ThreadPoolExecutor(jobs) as pool:
-        bases = {pool.submit(seed.train_base): seed for seed in seeds}
+        bases = {pool.submit(seed.train_base): (seed, tasks) for seed in seeds if (tasks := missing(seed))}
+        arms = []
         for base in as_completed(bases):
-            base.result()
-            seed = bases[base]
-            pool.submit(record, seed, seed.rounded)
-            pool.submit(record, seed, seed.continued)
-            for format, arm in itertools.product(settings["formats"], ARMS):
-                pool.submit(record, seed, partial(seed.trained_for, format, arm))
+            seed, tasks = bases[base]
+            if base.exception() is None:
+                arms += [pool.submit(record, seed, losses) for losses in tasks]
+        for task in as_completed([*bases, *arms]):
+            if error := task.exception():
+                print(error, getattr(error, "stderr", ""), sep="\n", flush=True)
     return results
 
 
