@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import random
+from tiny import Block, random
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -243,18 +243,9 @@ def test_the_margin_of_a_gradient_over_its_noise():
     assert gradient_margin(random(10_000, seed=5), random(10_000, seed=6)) < LEAVE_FP4
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(x)))
-
-
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.ModuleDict({"blocks": nn.ModuleList([Block(128) for _ in range(7)])})
+    return nn.ModuleDict({"blocks": nn.ModuleList([Block(128, 256, act=F.gelu) for _ in range(7)])})
 
 
 def test_spared_blocks_are_the_last_ones_and_stay_in_the_plan():

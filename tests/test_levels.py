@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from pairs import FAMILIES, check_level
+from tiny import Block
 from torch import Tensor, nn
 
 import dither
@@ -61,18 +62,9 @@ def test_levels_of_a_layer_are_numbers() -> None:
     assert levels_of(fp8, [fp8, LayerPrecision()]) == NO_LEVELS
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(128, 256), nn.Linear(256, 128)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
 def model_of(plan: Plan | str) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block() for _ in range(2)))
+    model = nn.Sequential(*(Block(128, 256) for _ in range(2)))
     convert(model, plan)
     return model
 
@@ -145,7 +137,7 @@ def test_levels_survive_a_move_and_a_copy() -> None:
     for other in (copy.deepcopy(model), model.double().float()):
         assert all(torch.equal(a, b) for a, b in zip(expected, gradients(other, 0), strict=True))
     with torch.device("meta"):
-        empty = nn.Sequential(*(Block() for _ in range(2)))
+        empty = nn.Sequential(*(Block(128, 256) for _ in range(2)))
     convert(empty, plan_of(CHOICES[2], NAMES))
     empty.to_empty(device="cpu")
     empty.load_state_dict(model.state_dict())

@@ -11,9 +11,8 @@ from collections.abc import Callable
 import pairs
 import pytest
 import torch
-from tiny import conv1d, same
+from tiny import TwoLayers, conv1d, same
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 import dither
@@ -363,20 +362,13 @@ def test_no_bits_are_drawn_twice_outside_a_step() -> None:
 # Steps -----------------------------------------------------------------------------------------------------------------
 
 
-class Net(nn.Module):
-    """Two layers whose work between them is exact, so that compiled code has nothing of its own to round."""
-
-    def __init__(self, how: LayerPrecision, bias: bool = True) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up = Linear(32, 48, bias, precision=how, name="up", seed=SEED)
-        self.down = Linear(48, 32, bias=False, precision=how, name="down", seed=SEED)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.relu(self.up(x)))
+def net_of(how: LayerPrecision) -> TwoLayers:
+    torch.manual_seed(0)
+    up = Linear(32, 48, precision=how, name="up", seed=SEED)
+    return TwoLayers(up, Linear(48, 32, bias=False, precision=how, name="down", seed=SEED))
 
 
-def train(net: Net, call: Callable[[Tensor], Tensor], steps: int = 2, micro: int = 4) -> list[Tensor]:
+def train(net: TwoLayers, call: Callable[[Tensor], Tensor], steps: int = 2, micro: int = 4) -> list[Tensor]:
     """Some steps of gradient accumulation; every output, gradient and state they left."""
     found = []
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -407,7 +399,7 @@ def test_a_weight_is_cast_once_a_step(compiled: bool, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(quantize, "quantize", counting)
     torch._dynamo.reset()
-    net = Net(precision("fp8-block"))
+    net = net_of(precision("fp8-block"))
     call = torch.compile(net, fullgraph=True, backend="aot_eager") if compiled else net
     train(net, call, steps=2, micro=4)
     weights = [shape for shape in seen if shape in ((48, 32), (32, 48))]
@@ -446,7 +438,7 @@ def test_held_weights_are_not_used_after_they_changed(name: str) -> None:
 
 def test_held_codes_stay_where_they_are() -> None:
     """A captured CUDA graph would read the same memory at the next step."""
-    net = Net(precision("fp4-block"))
+    net = net_of(precision("fp4-block"))
     addresses = []
     for step in range(2):
         with step_context(net, step=step), torch.no_grad():
@@ -458,7 +450,7 @@ def test_held_codes_stay_where_they_are() -> None:
 
 
 def test_a_step_says_what_is_wrong_with_it() -> None:
-    net = Net(precision("fp4-block"))
+    net = net_of(precision("fp4-block"))
     with pytest.raises(UserError, match="from 0 to 2\\^31 - 1, not -1"), step_context(net, step=-1):
         pass
     with step_context(net, step=1) as at:
@@ -518,7 +510,7 @@ def test_a_step_without_a_number_repeats_the_last_magnitude() -> None:
 
 
 def test_a_layer_that_was_not_used_goes_on_measuring() -> None:
-    net = Net(precision("fp8-delayed"))
+    net = net_of(precision("fp8-delayed"))
     with step_context(net, step=0):
         net.up(torch.randn(4, 32)).sum().backward()
     assert not net.up.delayed.measures_now
@@ -548,7 +540,7 @@ def test_histories_are_saved_and_loaded() -> None:
 
 
 def test_magnitudes_are_reduced_over_ranks_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    net = Net(precision("fp8-delayed"))
+    net = net_of(precision("fp8-delayed"))
     calls = []
 
     def all_reduce(tensor: Tensor, op, group) -> None:
@@ -574,7 +566,7 @@ def test_magnitudes_are_reduced_over_ranks_by_one_call(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("name", ["nvfp4", "all stochastic", "fp8-delayed", "cast backward", "blocks of inputs"])
 def test_compiled_training_is_eager_training(name: str) -> None:
     torch._dynamo.reset()
-    eager, compiled = Net(precision(name)), Net(precision(name))
+    eager, compiled = net_of(precision(name)), net_of(precision(name))
     whole = torch.compile(compiled, fullgraph=True, backend="aot_eager")
     assert same(train(eager, eager, 3, 2), train(compiled, whole, 3, 2))
 
@@ -582,7 +574,7 @@ def test_compiled_training_is_eager_training(name: str) -> None:
 def test_compiled_code_outside_steps() -> None:
     """Calls are counted there too; delayed scaling is refused, since nobody could tell steps apart."""
     torch._dynamo.reset()
-    eager, compiled = Net(precision("fp4-block")), Net(precision("fp4-block"))
+    eager, compiled = net_of(precision("fp4-block")), net_of(precision("fp4-block"))
     call = torch.compile(compiled, fullgraph=True, backend="aot_eager")
     x, dy = torch.randn(8, 32), torch.randn(8, 32)
     for _ in range(3):
@@ -591,7 +583,7 @@ def test_compiled_code_outside_steps() -> None:
         call(other).backward(dy)
         assert torch.equal(one.grad, other.grad)
     assert same([*eager.buffers()], [*compiled.buffers()])
-    delayed = Net(precision("fp8-delayed"))
+    delayed = net_of(precision("fp8-delayed"))
     with pytest.raises(Exception, match="cannot tell where a step ends"):
         torch.compile(delayed, fullgraph=True, backend="aot_eager")(x)
 
@@ -600,7 +592,7 @@ def test_compiled_code_outside_steps() -> None:
 @pytest.mark.parametrize("name", ["fp4-block", "fp8-delayed", "all stochastic", "cast backward"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_computes_the_same_bits_again(name: str, reentrant: bool) -> None:
-    plain, saved = Net(precision(name)), Net(precision(name))
+    plain, saved = net_of(precision(name)), net_of(precision(name))
     call = lambda x: checkpoint(saved, x, use_reentrant=reentrant)  # noqa: E731
     assert same(train(plain, plain, 3, 2), train(saved, call, 3, 2))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from runs import config_of, lines
+from tiny import Block
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -221,18 +222,9 @@ def test_a_look_aside_restores_buffers_and_generators():
     assert monitor.report.layers[1].grad.amax == 1.0
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(x)))
-
-
 def test_compiled_blocks_are_looked_at_aside():
     torch.manual_seed(0)
-    model = nn.ModuleList([Block()])
+    model = nn.ModuleList([Block(16, 32, act=nn.functional.gelu)])
     dither.convert(model, FP8)
     plain, block = Monitor(copy.deepcopy(model)), model[0]
     block.compile(backend="aot_eager", fullgraph=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from runs import config_of, lines
+from tiny import TwoLayers
 from torch import nn
 
 import dither
@@ -26,14 +27,9 @@ from dither.train.plans import RunPlans
 FP4, FP8 = recipe("fp4-block").default, recipe("fp8-block").default
 
 
-class Net(nn.Module):
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.up, self.down = nn.Linear(128, 256), nn.Linear(256, 128)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x).relu())
+def net() -> TwoLayers:
+    torch.manual_seed(0)
+    return TwoLayers(nn.Linear(128, 256), nn.Linear(256, 128))
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: PlanSchedule, numbers: range) -> list[int]:
@@ -144,8 +140,8 @@ def test_rules_of_both_plans_count():
 PLANS = PlanSchedule([(0, "fp4-block"), (2, "fp8-block forward"), (4, "fp8-delayed")], steps=6)
 
 
-def begin() -> tuple[Net, torch.optim.Optimizer]:
-    model = Net()
+def begin() -> tuple[TwoLayers, torch.optim.Optimizer]:
+    model = net()
     dither.convert(model, PLANS.at(0), seed=3)
     dither.Conversion.of(model).prepare(PLANS)
     return model, dither.optim.AdamW(model.named_parameters(), lr=1e-2)
@@ -166,7 +162,7 @@ def test_an_own_loop_resumes_before_on_and_after_a_change(at):
 
 
 def test_a_layer_that_falls_back_has_its_plan(monkeypatch):
-    model = Net()
+    model = net()
     monkeypatch.setattr(backend, "capability_of", lambda device: (8, 0))
     schedule = PlanSchedule([(0, "bf16"), (2, Plan(default=LayerPrecision.of("e4m3 tile(4)", "e4m3 tile(4)"), compute="bf16"))])
     conversion = dither.convert(model, schedule.at(0), fallback="bf16")
@@ -202,7 +198,7 @@ def test_a_change_within_a_matrix_unit_compiles_nothing():
 
 def test_a_plan_that_the_gpu_cannot_run_is_refused_by_layer_before_training(monkeypatch):
     monkeypatch.setattr(backend, "capability_of", lambda device: (8, 0))
-    model, odd = Net(), LayerPrecision.of("e4m3 tile(4)", "e4m3 tile(4)", "e4m3 tile(4)")
+    model, odd = net(), LayerPrecision.of("e4m3 tile(4)", "e4m3 tile(4)", "e4m3 tile(4)")
     dither.convert(model, "bf16")
     before = [layer.known_precisions for layer in (model.up, model.down)]
     schedule = PlanSchedule([(0, "bf16"), (5, Plan(layers=(("down", odd),), compute="bf16"))])
@@ -215,7 +211,7 @@ def test_a_plan_that_the_gpu_cannot_run_is_refused_by_layer_before_training(monk
 
 
 def test_a_sampling_that_the_optimizer_does_not_know():
-    model = Net()
+    model = net()
     dither.convert(model, "fp8-block")
     schedule = PlanSchedule([(0, "fp8-block"), (5, recipe("fp8-block").with_sampling(Sampling()))])
     with pytest.raises(UserError, match="a sampling of the layer 'up' that the first plan does not have"):
@@ -226,7 +222,7 @@ def test_a_sampling_that_the_optimizer_does_not_know():
 
 
 def test_orders_that_cannot_work():
-    model = Net()
+    model = net()
     for call in (
         lambda: dither.Conversion.of(model).switch("fp8-block"),
         lambda: dither.Conversion.of(model).prepare(["fp8-block"]),
@@ -258,7 +254,7 @@ def snip_of(conversion: dither.Conversion, optimizer: torch.optim.Optimizer) -> 
 
 def test_snip_chooses_anew_on_another_base_and_rests_on_one_without_casts():
     schedule = PlanSchedule([(0, "fp8-block"), (4, recipe("fp4-block").with_sampling(None)), (7, "bf16")])
-    model = Net()
+    model = net()
     conversion = dither.convert(model, schedule.at(0))
     optimizer = dither.optim.AdamW(model.named_parameters())
     snip = snip_of(conversion, optimizer)

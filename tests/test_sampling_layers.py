@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import conv1d, same
+from tiny import TwoLayers, conv1d, same
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -227,24 +227,17 @@ VARIANTS = {
 }
 
 
-class Net(nn.Module):
-    """Two layers whose work between them is exact, so that compiled code has nothing of its own to round."""
-
-    def __init__(self, precision: LayerPrecision) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up = Linear(70, 100, False, precision=precision, name="up")
-        self.down = Linear(100, 70, False, precision=precision, name="down")
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.up(x).relu())
+def net_of(variant: str) -> TwoLayers:
+    torch.manual_seed(0)
+    up, down = ((70, 100), "up"), ((100, 70), "down")
+    return TwoLayers(*(Linear(*size, False, precision=VARIANTS[variant], name=name) for size, name in (up, down)))
 
 
 @pytest.mark.sampled(only=["both"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_compiled_and_checkpointed_training_is_eager_training(name: str) -> None:
     torch._dynamo.reset()
-    nets = [Net(VARIANTS[name]) for _ in range(5)]
+    nets = [net_of(name) for _ in range(5)]
     expected = run(nets[0])
     whole = torch.compile(nets[1], fullgraph=True, backend="aot_eager")
     assert same(run(nets[1], whole), expected)
@@ -261,7 +254,7 @@ def test_compiled_and_checkpointed_training_is_eager_training(name: str) -> None
 def test_inductor(name: str) -> None:
     """One layer and scalar C++: to try which vector instructions there are would compile ten more files."""
     torch._dynamo.reset()
-    layers = [Net(VARIANTS[name]).up for _ in range(2)]
+    layers = [net_of(name).up for _ in range(2)]
     with torch._inductor.config.patch("cpp.vec_isa_ok", False):
         assert same(run(layers[0]), run(layers[1], torch.compile(layers[1], fullgraph=True)))
 

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from tiny import Block
 from torch import nn
 from worlds import on_ranks
 
@@ -368,15 +369,6 @@ def test_a_plan_for_another_model_harms_nothing():
 # Ranks -----------------------------------------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width, bias=False), nn.Linear(2 * width, width, bias=False)
-
-    def forward(self, x):
-        return x + self.down(self.up(x).relu())
-
-
 def loss_of(model, batch):
     return model(batch).square().mean()
 
@@ -384,7 +376,7 @@ def loss_of(model, batch):
 def trained(steps, delay=3):
     """A model after some steps with a controller on this many ranks, each with its part of every batch; its decisions too."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block(32) for _ in range(3)))
+    model = nn.Sequential(*(Block(32, 64, bias=False) for _ in range(3)))
     convert(model, "fp8-block")
     optimizer = dither.optim.AdamW(model.named_parameters(), lr=1e-2)
     settings = SnipSettings(target=0.65, every=5, start=2, delay=delay, probe="direct")

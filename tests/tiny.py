@@ -1,6 +1,6 @@
 """Tiny networks, random tensors and comparisons of bits, for tests of layers and optimizers."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -30,16 +30,28 @@ def conv1d(weight_NK: Tensor, bias: Tensor | None = None) -> Conv1D:
 
 
 class Block(nn.Module):
-    """A norm and a feed-forward layer beside a residual stream."""
+    """A feed-forward layer beside a residual stream, after a norm if wanted."""
 
-    def __init__(self, width: int, inner: int, bias: bool = True) -> None:
+    def __init__(
+        self, width: int, inner: int, *, bias: bool = True, norm: bool = False, act: Callable[[Tensor], Tensor] = torch.relu
+    ) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, inner, bias=bias)
-        self.down = nn.Linear(inner, width, bias=bias)
+        self.norm, self.act = nn.LayerNorm(width) if norm else nn.Identity(), act
+        self.up, self.down = nn.Linear(width, inner, bias=bias), nn.Linear(inner, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
+class TwoLayers(nn.Module):
+    """Two layers whose work between them is exact, so that compiled code has nothing of its own to round."""
+
+    def __init__(self, up: nn.Module, down: nn.Module) -> None:
+        super().__init__()
+        self.up, self.down = up, down
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
 
 
 class TokenNet(nn.Module):
@@ -48,7 +60,7 @@ class TokenNet(nn.Module):
     def __init__(self, words: int, width: int, inner: int, blocks: int, *, tied: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(words, width)
-        self.layers = nn.ModuleList(Block(width, inner) for _ in range(blocks))
+        self.layers = nn.ModuleList(Block(width, inner, norm=True) for _ in range(blocks))
         self.sometimes = nn.Parameter(torch.ones(width))
         self.head = nn.Linear(width, words, bias=False)
         if tied:

@@ -22,7 +22,7 @@ WIDTH = 1024
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(WIDTH, 2 * WIDTH, bias=False) for _ in range(4))).to("cuda", torch.bfloat16)
+    return nn.Sequential(*(Block(WIDTH, 2 * WIDTH, bias=False, norm=True) for _ in range(4))).to("cuda", torch.bfloat16)
 
 
 def roles(net: nn.Module) -> dict[str, Role]:

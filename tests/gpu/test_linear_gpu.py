@@ -12,6 +12,7 @@ import pytest
 import test_linear
 import torch
 from test_linear import NAME, ROW, SEED, STEP, cast, layer_of, products, run
+from tiny import TwoLayers
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -252,15 +253,10 @@ def test_what_fp8_units_cannot_take_runs_on_others_or_is_emulated() -> None:
 # Compiled and captured -------------------------------------------------------------------------------------------------
 
 
-class Net(nn.Module):
-    def __init__(self, how: LayerPrecision) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up = Linear(256, 512, False, "cuda", torch.bfloat16, precision=how, name="up", seed=SEED)
-        self.down = Linear(512, 256, False, "cuda", torch.bfloat16, precision=how, name="down", seed=SEED)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.relu(self.up(x)))
+def net_of(how: LayerPrecision) -> TwoLayers:
+    torch.manual_seed(0)
+    up = Linear(256, 512, False, "cuda", torch.bfloat16, precision=how, name="up", seed=SEED)
+    return TwoLayers(up, Linear(512, 256, False, "cuda", torch.bfloat16, precision=how, name="down", seed=SEED))
 
 
 DELAYED = LayerPrecision.of("e4m3 tensor delayed(4)", "e4m3 tensor delayed(4)", "e5m2 tensor delayed(4)")
@@ -271,7 +267,7 @@ DELAYED = LayerPrecision.of("e4m3 tensor delayed(4)", "e4m3 tensor delayed(4)", 
 def test_inductor_trains_as_eager_does(name: str) -> None:
     torch._dynamo.reset()
     how = DELAYED if name == "fp8-delayed" else precision(name)
-    eager, compiled = Net(how), Net(how)
+    eager, compiled = net_of(how), net_of(how)
     call = torch.compile(compiled, fullgraph=True)
     for step in range(3):
         x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
@@ -318,7 +314,7 @@ def test_a_compiled_magnitude_is_that_of_the_rounded_input(dtype: torch.dtype, s
 @pytest.mark.parametrize("name", ["fp8-block", "fp4-block", "fp8-row", "mxfp8"])
 def test_a_captured_step_follows_weights_and_place(name: str) -> None:
     """Forward and backward captured in one step replay with the weights and the random bits of the next."""
-    net = Net(precision(name))
+    net = net_of(precision(name))
     x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
 
@@ -348,7 +344,7 @@ def test_a_captured_step_follows_weights_and_place(name: str) -> None:
 
 
 def test_capture_outside_steps_casts_the_weight_in_every_replay() -> None:
-    net = Net(precision("fp8-row"))
+    net = net_of(precision("fp8-row"))
     x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
         side = torch.cuda.Stream()

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from tiny import Block
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,19 +21,10 @@ PLANS = {
 }
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(256, 512, bias=False), nn.Linear(512, 256, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.nn.functional.silu(self.up(x)))
-
-
 def gradients(method: str, how: str, compiled: str, order: tuple[int, ...], inside: bool) -> list[Tensor]:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = nn.Sequential(Block(), Block()).cuda()
+    model = nn.Sequential(*(Block(256, 512, bias=False, act=nn.functional.silu) for _ in range(2))).cuda()
     convert(model, PLANS[method])
     if compiled == "blocks":
         for block in model:
@@ -79,7 +71,7 @@ def test_equal_micro_batches_draw_different_bits_when_compiled() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
-    model = nn.Sequential(Block(), Block()).cuda()
+    model = nn.Sequential(*(Block(256, 512, bias=False, act=nn.functional.silu) for _ in range(2))).cuda()
     convert(model, "fp4-block")
     for block in model:
         block.compile(fullgraph=True)

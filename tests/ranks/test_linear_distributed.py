@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from tiny import TwoLayers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -230,19 +231,10 @@ def test_refused() -> None:
 K, N = 64, 256
 
 
-class Net(nn.Module):
-    def __init__(self, hidden: int = N) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(K, hidden, bias=False), nn.Linear(hidden, K, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.up(x).relu())
-
-
-def make(hidden: int = N, **options: object) -> Net:
+def make(hidden: int = N, **options: object) -> TwoLayers:
     """All processes alike: whole numbers, so that sums of products come out the same in any order."""
     generator = torch.Generator().manual_seed(0)
-    net = Net(hidden)
+    net = TwoLayers(nn.Linear(K, hidden, bias=False), nn.Linear(hidden, K, bias=False))
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.copy_(torch.randint(-8, 9, parameter.shape, generator=generator))
@@ -257,7 +249,7 @@ def full(x: Tensor) -> Tensor:
     return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
 
 
-def step(net: Net, number: int, x: Tensor, *, loss: bool = False) -> Tensor:
+def step(net: TwoLayers, number: int, x: Tensor, *, loss: bool = False) -> Tensor:
     with step_context(net, step=number):
         y = net(x)
         (y.sum() + (bitwidth_loss(net) if loss else 0)).backward()
@@ -268,7 +260,7 @@ def inputs() -> Tensor:
     return torch.randint(0, 3, (4, K), generator=torch.Generator().manual_seed(1)).float()
 
 
-def sharded(net: Net, data: DeviceMesh | None, tensor: DeviceMesh | None) -> Net:
+def sharded(net: TwoLayers, data: DeviceMesh | None, tensor: DeviceMesh | None) -> TwoLayers:
     """Cut the products over a mesh by tensor parallelism, and the parameters at rest over another by FSDP2."""
     if tensor:
         parallelize_module(net, tensor, {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -277,7 +269,7 @@ def sharded(net: Net, data: DeviceMesh | None, tensor: DeviceMesh | None) -> Net
     return net
 
 
-def check_sampled(data: DeviceMesh | None, tensor: DeviceMesh | None, **options: object) -> Net:
+def check_sampled(data: DeviceMesh | None, tensor: DeviceMesh | None, **options: object) -> TwoLayers:
     """Ranks sample their parts by their place in the whole weight. The mean of equal gradients is exact."""
     whole, cut = make(**options), sharded(make(**options), data, tensor)
     for number in range(2):
