@@ -153,10 +153,6 @@ class Deployment:
                 model.get_parameter(name).copy_(weight)
         model.deployed_dtype = self.dtype  # type: ignore[assignment]
 
-    def state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Return the model's state dict with the cast weights."""
-        return {**model.state_dict(), **self.weights}
-
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the weights as plain values, ready for JSON."""
         losses = {"loss_before": self.loss_before, "loss_after": self.loss_after}

@@ -274,22 +274,16 @@ def preset(name: str, **changes: Any) -> ModelConfig:
     return dataclasses.replace(PRESETS[name], **changes)
 
 
+_LLAMA = {
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "feed_forward": "intermediate_size",
+}
 NAMES: dict[str, dict[str, str]] = {
-    "llama": {
-        "layers": "num_hidden_layers",
-        "width": "hidden_size",
-        "heads": "num_attention_heads",
-        "kv_heads": "num_key_value_heads",
-        "feed_forward": "intermediate_size",
-    },
-    "mixtral": {
-        "layers": "num_hidden_layers",
-        "width": "hidden_size",
-        "heads": "num_attention_heads",
-        "kv_heads": "num_key_value_heads",
-        "feed_forward": "intermediate_size",
-        "experts": "num_local_experts",
-    },
+    "llama": _LLAMA,
+    "mixtral": {**_LLAMA, "experts": "num_local_experts"},
     "gpt2": {"layers": "n_layer", "width": "n_embd", "heads": "n_head", "feed_forward": "n_inner"},
     "gpt_neo": {
         "layers": "num_layers",
