@@ -8,12 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any, ClassVar
 
 from dither.errors import UserError
-from dither.settings import AtLeast, Count, OneOf, Within, check
+from dither.settings import AtLeast, Count, OneOf, Positive, Within, check
 from dither.spec import did_you_mean
 
 Size = Annotated[int, AtLeast(1, bits=28)]
 """A size in a config: three times its square, in bytes of float32, still fits into 64 bits."""
-Positive = Annotated[float, Within(0, open_below=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,7 +379,7 @@ class Lora:
 
     rank: Count | None = None
     """Rank of the adapters; by default all weights are trained and there are none."""
-    alpha: Annotated[float, Within(0, open_below=True)] = 16.0
+    alpha: Positive = 16.0
     """Adapters are multiplied by alpha / rank."""
     dropout: Annotated[float, Within(0, 1, open_above=True)] = 0.0
     """Probability with which inputs of adapters are dropped in training."""
