@@ -292,9 +292,9 @@ def test_a_llama_of_a_size_has_about_that_size(parameters):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (lambda: Setting(mode="bf61-sr"), "There is no mode 'bf61-sr'.*did you mean 'bf16-sr'"),
-        (lambda: Setting(states="int3"), "There is no format of optimizer states 'int3'"),
-        (lambda: Setting(gradients="fp8"), "There is no format of gradients 'fp8'"),
+        (lambda: Setting(mode="bf61-sr"), "There is no memory.mode='bf61-sr'.*did you mean 'bf16-sr'"),
+        (lambda: Setting(states="int3"), "There is no memory.states='int3'"),
+        (lambda: Setting(gradients="fp8"), "memory.gradients is one of fp32, bf16, not 'fp8'"),
         (lambda: StepPasses(batch=0, sequence=1), "The batch is a positive integer, not 0"),
         (lambda: estimate(SIZES["1b"][0], Setting(released=True), StepPasses(number=2)), "several passes accumulate them"),
         (lambda: llama_of(12), "from 1e6 to 1e13"),

@@ -231,7 +231,7 @@ def _in_words(kind: str) -> str:
     words |= {"float, float": "a list of two numbers", "list of text": "a list of texts in quotes"}
     words |= {"list of int": "a list of integers", "list of int, float": "a list of pairs of numbers", "object": "an object"}
     words |= {"list of int | float, text": 'a list of [step or share, recipe], as in [[0, "fp8-block"]]'}
-    return words.get(kind, f"one of {kind.replace(' | ', ', ')}" if " | " in kind else kind)
+    return words.get(kind, f"one of {kind.replace(' | ', ', ')}" if " | " in kind else f"of type {kind}")
 
 
 # Values ---------------------------------------------------------------------------------------------------------------

@@ -3,9 +3,10 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from dither.errors import UserError, checked_keys
+from dither.settings import AtLeast, Within, check
 from dither.spec.cast import Cast
 
 MULTIPLE = 16
@@ -22,24 +23,17 @@ class Outliers:
     80
     """
 
-    share: float = 0.1
+    share: Annotated[float, Within(0, 1, open_below=True, open_above=True)] = 0.1
     """The share of a layer's input channels, above 0 and below 1. Their number is rounded up to a multiple of 16."""
     cast: Cast = Cast.parse("e4m3 tile(32) pow2_ceil")  # noqa: RUF009 (frozen)
     """The cast of these channels in the forward product and in the weight gradient: by default MXFP8 that clips nothing."""
-    start: int = 0
+    start: Annotated[int, AtLeast(0, bits=31)] = 0
     """The first optimizer step, from 0, whose inputs are measured."""
-    steps: int = 50
+    steps: Annotated[int, AtLeast(1, bits=31)] = 50
     """The number of steps that are measured."""
 
     def __post_init__(self) -> None:
-        number = isinstance(self.share, int | float) and not isinstance(self.share, bool)
-        if not number or not 0 < self.share < 1:
-            raise UserError(f"The share of outlier channels is a number above 0 and below 1, not {self.share!r:.40}.")
-        for name, least in (("start", 0), ("steps", 1)):
-            if type(value := getattr(self, name)) is not int or not least <= value < 1 << 31:
-                raise UserError(f"The {name} of outlier channels is a number of steps from {least} on, not {value!r:.40}.")
-        if not isinstance(self.cast, Cast):
-            raise UserError(f"Outlier channels take a Cast, not {self.cast!r:.80}; Cast.parse makes one of a text.")
+        check("outliers", self)
         if self.cast.transforming.size or self.cast.scaling.kind == "delayed":
             raise UserError(
                 f"Outlier channels are cast by themselves, without transform and delayed scales, not by {str(self.cast)!r}."
