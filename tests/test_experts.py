@@ -9,9 +9,12 @@ from torch import Tensor
 
 from dither import Cast, step_context
 from dither.exporting import rollout
-from dither.nn import convert, experts, grouped
+from dither.nn import Linear, clipping, convert, experts, grouped
+from dither.nn.bitwidths import learned_parameters
+from dither.nn.layers import Conv1D
 from dither.optim.training import Float32Products
 from dither.spec import LayerPrecision, MemoryOptions, Plan
+from dither.spec.deployment import DEPLOYMENTS
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 16}
 SIZES |= {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2, "head_dim": 16}
@@ -26,6 +29,7 @@ GROUPED = {
     "blocks of inputs": ("e4m3 block(16)", None, "e4m3 tile(32)"),
     "weights alone": (None, "e2m1 tile(32)", None),
     "gradients alone": (None, None, "e5m2 tile(8)"),
+    "learned clips": DEPLOYMENTS["mxfp4"].precision(learned_clip=True),
 }
 LOOPED = {
     "a scale per tensor": ("e4m3 tensor", None, None),
@@ -38,14 +42,17 @@ LOOPED = {
 }
 
 
-def module(kind: str, casts: tuple[str | None, ...], **options: object) -> torch.nn.Module:
-    """A module of four converted experts."""
+def module(kind: str, casts: LayerPrecision | tuple[str | None, ...], **options: object) -> torch.nn.Module:
+    """A module of four converted experts. Learned clips are from 0.5 to 0.9."""
     torch.manual_seed(0)
     config = transformers.CONFIG_MAPPING[kind](**SIZES)
     model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager").train()
     for parameter in model.parameters():
         parameter.data.normal_(std=0.3)  # biases too
-    convert(model, Plan((("*.experts.*", LayerPrecision.of(*casts)),)), **options)
+    precision = casts if isinstance(casts, LayerPrecision) else LayerPrecision.of(*casts)
+    convert(model, Plan((("*.experts.*", precision),)), **options)
+    for parameter in learned_parameters(model):
+        parameter.data.uniform_(0.5, 0.9)
     made: torch.nn.Module = model.model.layers[0].mlp.experts
     return made
 
@@ -129,6 +136,60 @@ def test_memory_options_change_no_bit(kind, memory):
     one, other = module(kind, GROUPED["blocks of weights"]), module(kind, GROUPED["blocks of weights"], memory=memory)
     with step_context(one, step=0), step_context(other, step=0):
         expected, found = learn(one, *route()), learn(other, *route())
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("format", ["int4-g32", "nvfp4", "int8"])  # groups, a tensor scale of each expert, rows
+@pytest.mark.parametrize("kind", KINDS)
+def test_clips_of_experts_have_the_gradients_of_single_layers(kind, format, monkeypatch):
+    """Bit for bit, of the inputs and output gradients of each expert; the last expert has no tokens."""
+    monkeypatch.setattr(clipping, "AT_ONCE", 2 * 128 * 32)  # two of gate_up_proj, all of down_proj
+    precision = DEPLOYMENTS[format].precision(learned_clip=True)
+    one, seen = module(kind, precision), {}
+    for parameter, layer in one.dither.items():
+        for index, expert in enumerate(layer.experts):
+
+            def keep(_, inputs, y, key=(parameter, index)):
+                y.register_hook(lambda dy: seen.__setitem__(key, (inputs[0].detach(), y.detach(), dy)))
+
+            expert.register_forward_hook(keep)
+    with step_context(one, step=0):
+        learn(one, *route(uneven=True))
+    assert sorted(seen) == [(parameter, index) for parameter in ("down_proj", "gate_up_proj") for index in range(3)]
+    for parameter, layer in one.dither.items():
+        weights, clips = getattr(one, parameter), layer.first.clip
+        assert clips.dtype == torch.float32
+        assert [expert.clip for expert in layer.experts[1:]] == [None] * 3
+        assert not clips.grad[3].any()
+        for index in range(3):
+            rows, columns = weights[index].shape
+            same = Conv1D(columns, rows) if one.is_transposed else torch.nn.Linear(columns, rows)
+            single = Linear.adopt(same, precision, name="single")
+            with torch.no_grad():
+                single.bias.zero_()
+                single.weight.copy_(weights[index])
+                single.clip.copy_(clips[index])
+            x, y, dy = seen[parameter, index]
+            assert torch.equal(single(x), y)
+            single(x).backward(dy)
+            assert clips.grad[index].any()
+            assert torch.equal(clips.grad[index], single.clip.grad)
+            assert torch.equal(weights.grad[index], single.weight.grad)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
+def test_compiled_experts_learn_the_same_clips(format):
+    torch._dynamo.reset()
+    one = module("mixtral", DEPLOYMENTS[format].precision(learned_clip=True))
+    other = copy.deepcopy(one)
+    with step_context(one, step=0), step_context(other, step=0):
+        expected = alone(one, *route())
+        found = learn(torch.compile(other, backend="aot_eager"), *route())
+    found = {name.removeprefix("_orig_mod."): value for name, value in found.items()}
+    assert sum("clip" in name for name in found) == 2
+    assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 

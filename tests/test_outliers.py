@@ -15,6 +15,7 @@ from torch._dynamo.backends.debugging import aot_eager
 
 import dither
 from dither import Cast, LayerPrecision, MemoryOptions, Outliers, Plan, Stream, UserError, convert, recipe, step_context
+from dither.evaluate.variants import Variants
 from dither.models import build
 from dither.nn import Conv1D, Linear, compile_blocks, freeze_base
 from dither.nn.outliers import largest
@@ -291,6 +292,14 @@ def test_plans_switch_to_outliers_and_keep_them():
 
 
 # Saved, copied, compiled ----------------------------------------------------------------------------------------------
+
+
+def test_plans_of_evaluations_have_no_outliers(tmp_path):
+    """No training has chosen any, and the loss would be that of another plan."""
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+    with pytest.raises(UserError, match="has outlier channels, which a training run chooses by its inputs"):
+        Variants(plans=(str(path),))
 
 
 def test_plans_in_json_keep_outliers(tmp_path):

@@ -63,10 +63,10 @@ def _pow2_kernel(x_ptr, out_ptr):
 
 
 @triton.jit
-def _sums_kernel(y_ptr, q_ptr, out_ptr, P: tl.constexpr, Q: tl.constexpr, N: tl.constexpr):
+def _sums_kernel(y_ptr, q_ptr, out_ptr, P: tl.constexpr, Q: tl.constexpr, N: tl.constexpr, GQ: tl.constexpr):
     """Eden's sums, whose last bits rarely show in scales of 8 bits."""
     at = tl.arange(0, P)[:, None] * Q + tl.arange(0, Q)[None, :]
-    sums = kernel_tiles.span_sums(tl.load(y_ptr + at) * tl.load(q_ptr + at), P, Q, N)
+    sums = kernel_tiles.span_sums(tl.load(y_ptr + at) * tl.load(q_ptr + at), P, Q, N, GQ)
     tl.store(out_ptr + tl.arange(0, P)[:, None] * (Q // N) + tl.arange(0, Q // N)[None, :], sums)
 
 
@@ -247,7 +247,7 @@ def test_sums_of_eden(n: int, device: str) -> None:
     cast = Cast.parse(f"e2m1 tile(16) eden({n}) stochastic(16)")
     y, q = (torch.randn(32, 256, generator=torch.Generator().manual_seed(seed)).to(device) for seed in (1, 2))
     out = torch.empty(32, 256 // n, device=device)
-    _sums_kernel[(1,)](y, q, out, P=32, Q=256, N=n, **kernel_scaling.launch_options(cast))
+    _sums_kernel[(1,)](y, q, out, P=32, Q=256, N=n, GQ=16, **kernel_scaling.launch_options(cast))
     expected = reference_scaling._sums((y * q)[None], layout_of((32, 256), cast, 1), n)[0]
     assert pairs.differing(expected, out) == 0
 

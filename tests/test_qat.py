@@ -21,7 +21,7 @@ from dither.models import build
 from dither.models.open import open_model
 from dither.nn import Linear, clipping
 from dither.nn.frozen import FrozenLinear, freeze_base
-from dither.nn.sites import converted_layers
+from dither.nn.sites import clip_name, converted_layers
 from dither.optim.oscillation import check_precision
 from dither.settings import override
 from dither.spec.deployment import DEPLOYMENTS
@@ -337,6 +337,9 @@ def test_searched_scales_have_no_larger_error_and_are_exported(format, plain, tm
     files = load_file(tmp_path / "out" / "model.safetensors")
     values = files.get("model.layers.0.mlp.up_proj.weight_packed", files.get("model.layers.0.mlp.up_proj.weight"))
     assert torch.equal(dither.quantize(weight, cast).values.view(torch.uint8), values.view(torch.uint8))
+    scale = files["model.layers.0.mlp.up_proj.weight_scale"]
+    assert scale.dtype == (torch.uint8 if format == "mxfp4" else torch.float8_e4m3fn)  # as compressed-tensors reads them
+    assert torch.equal(dither.quantize(weight, cast).scale.view(torch.uint8), scale.view(torch.uint8))
     with pytest.raises(UserError, match=r"scales='search' is for .*mxfp4.*, not for 'int4-g32'"):
         dither.qat(build("tiny"), "int4-g32", scales="search")
 
@@ -425,6 +428,54 @@ def test_the_export_has_the_codes_of_learned_clips(format, base, tmp_path):
         values = file.get(f"{name}.weight_packed", file.get(f"{name}.weight"))
         assert torch.equal(codes.values.view(torch.uint8) ^ offset, values.view(torch.uint8))
     assert all(torch.equal(files[0][key].view(torch.uint8), files[1][key].view(torch.uint8)) for key in files[0])
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory) -> Path:
+    """A trained mixture of two experts, and its text beside it."""
+    folder = tmp_path_factory.mktemp("mixture")
+    write_words(folder / "text", 60)
+    sizes = (
+        "model.layers=1",
+        "model.width=32",
+        "model.heads=2",
+        "model.kv_heads=2",
+        "model.feed_forward=64",
+        "model.experts=2",
+    )
+    train(config_of(folder / "text", folder / "base", "run.steps=1", sizes))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("format", "scales", "mode"),
+    [("mxfp4", "learned", "bf16-sr"), ("int4-g32", "learned", "o2"), ("mxfp4", "search", "bf16-sr")],
+)
+def test_the_export_has_the_codes_of_experts(format, scales, mode, mixture, tmp_path):
+    """Also after a resumed run; `--check` compares what transformers loads with them."""
+    run = start(
+        mixture, f"{format}-{scales}", f"qat.format={format}", f"qat.scales={scales}", f"precision.mode={mode}", "optim.lr=0.05"
+    )
+    saved = assert_resumes(run, tmp_path)
+    trained, plain = open_model(run, as_trained=True).model, open_model(run).model
+    assert cli.main(["export", str(run), "-o", str(tmp_path / "out"), "--sequences", "1", "--check"]) == 0
+    dither.export(trained, tmp_path / "own", format="auto")
+    files, own = (load_file(tmp_path / each / "model.safetensors") for each in ("out", "own"))
+    with dither.step_context(trained, step=0):
+        rollout = {name: {name: values, **scale} for name, values, scale in dither.rollout_weights(trained)}
+    held = {key: tensor for parts in rollout.values() for key, tensor in parts.items() if "experts" in key}
+    assert len(held) == 2 * 3 * (3 if format == "int4-g32" else 2)
+    for written in (files, own):
+        assert all(torch.equal(written[key].view(torch.uint8), tensor.view(torch.uint8)) for key, tensor in held.items())
+    for name, layer in converted_layers(trained).items():
+        if ".experts." in name:
+            weight, opened = trained.get_parameter(name), plain.get_parameter(name)
+            assert torch.equal(weight, opened) == (scales == "search")
+            if scales == "learned":
+                clip = layer.first.clip
+                assert torch.equal(clip, saved[f"model:{clip_name(name)}"])
+                assert clip.min() < 0.97
+                assert torch.equal(clipping.clipped(weight, clip, -1), opened)  # what other commands open
 
 
 @pytest.mark.parametrize(

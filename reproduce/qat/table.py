@@ -1,6 +1,6 @@
 """What does training for a format bring? Held-out losses of exported models, read by transformers without Dither.
 
-    python reproduce/qat/table.py --data SOURCE --out results/qat           # 34M parameters, three seeds, on one GPU
+    python reproduce/qat/table.py --data SOURCE --out results/qat --jobs 12 # 34M parameters, three seeds, on one GPU
     python reproduce/qat/table.py --out /tmp/qat --tiny                     # a try on a CPU
 
 Each seed trains a model in BF16 and exports it, rounded to nearest. From the same weights, with as many more steps each, it
@@ -9,11 +9,22 @@ and after GaussWS noise. Complete runs are not repeated.
 """
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
+
+Losses = Iterator[tuple[str, str, float]]
+"""Arms, formats and their losses."""
+
+Results = dict[str, dict[str, dict[str, float]]]
+"""Losses by arm, format and seed."""
 
 FORMATS = ("int4-g32", "mxfp4", "nvfp4", "gguf-q4_0")
 MORE = "more BF16, to nearest"
@@ -22,8 +33,8 @@ ARMS = {"QAT": [], "QAT, teacher": ["--teacher", "{base}"], "noise, then QAT": [
 FULL = {
     "seeds": 3,
     "model": "llama-34m",
-    "steps": 5200,
-    "more": 520,
+    "steps": 3000,
+    "more": 150,
     "lr": 2e-3,
     "batch": 64,
     "sequence": 512,
@@ -60,7 +71,12 @@ print(sum(losses) / len(losses))
 def dither(*words: str | Path) -> None:
     """Run a command of Dither."""
     print("dither", *words, flush=True)
-    subprocess.run([sys.executable, "-m", "dither", *map(str, words)], check=True, stdout=subprocess.DEVNULL)
+    output_of([sys.executable, "-m", "dither", *map(str, words)])
+
+
+def output_of(command: list[str]) -> str:
+    """Return what a command prints."""
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def write_held_out(run: Path, place: Path, count: int, sequence: int) -> None:
@@ -73,63 +89,119 @@ def write_held_out(run: Path, place: Path, count: int, sequence: int) -> None:
     place.write_text(json.dumps(held_out(tokens, sequence, count).tokens.tolist()))
 
 
-def exported_loss(run: Path, place: Path, format: str, settings: dict, *words: str) -> float:
-    """Export a run, unless it is there, and return the loss that transformers computes."""
-    path = place / ("model.gguf" if format.startswith("gguf") else "model")
-    if not path.exists():
-        dither("export", run, "-o", path, "--format", format, *words, "--sequences", 1)
-    config = None
-    if path.is_file():
-        dense = place.parent / "config"
-        if not dense.exists():
-            dither("export", run, "-o", dense, "--format", "bf16", "--sequences", 1)
-        config = json.loads((dense / "config.json").read_text())
-        config = {key: value for key, value in config.items() if key not in ("architectures", "dtype", "transformers_version")}
-    tokens = place.parent / "held_out.json"
-    if not tokens.exists():
-        write_held_out(run, tokens, settings["count"], settings["sequence"])
-    given = [str(path), str(tokens), settings["device"], config]
-    found = subprocess.run([sys.executable, "-c", LOSS, json.dumps(given)], check=True, capture_output=True, text=True)
-    return float(found.stdout.strip().splitlines()[-1])
+@dataclass(frozen=True)
+class Seed:
+    """A seed's runs and exports."""
 
+    folder: Path
+    number: int
+    settings: dict
 
-def losses(seed: int, out: Path, settings: dict) -> dict[str, dict[str, float]]:
-    """Train and export all arms of a seed. Return {arm: {format: loss}}."""
-    folder = out / f"seed-{seed}"
-    base, found = folder / "base", {arm: {} for arm in ("BF16", "to nearest", MORE, *ARMS)}
-    common = [f"run.device={settings['device']}", "run.sample_every=0", "run.eval_every=0", "run.save_every=0"]
+    @property
+    def base(self) -> Path:
+        return self.folder / "base"
 
-    def train(run: Path, steps: int, lr: float, *words: str) -> None:
+    def train(self, run: Path, steps: int, lr: float, *words: str) -> None:
+        """Train a run, unless it is complete."""
+        common = [f"run.device={self.settings['device']}", "run.sample_every=0", "run.eval_every=0", "run.save_every=0"]
         if not list((run / "checkpoints").glob(f"step-{steps:08}")):
             dither("train", *words, "--out", run, "--resume=auto", "--set", *common, f"run.steps={steps}", f"optim.lr={lr}")
 
-    size = [f"model.preset={settings['model']}", f"data.batch={settings['batch']}", f"data.sequence={settings['sequence']}"]
-    data = ["--data", settings["data"]] if settings["data"] else []
-    train(base, settings["steps"], settings["lr"], *data, "--set", *size, f"run.seed={seed}")
-    more = folder / "more"
-    train(more, settings["more"], settings["lr"] / 10, "--from", str(base))
-    dense = exported_loss(base, folder / "bf16", "bf16", settings)
-    for format in settings["formats"]:
-        found["BF16"][format] = dense
-        found["to nearest"][format] = exported_loss(base, folder / f"nearest-{format}", format, settings)
-        found[MORE][format] = exported_loss(more, folder / f"more-{format}", format, settings)
-        for arm, words in ARMS.items():
-            run = folder / f"{arm.replace(', ', '-').replace(' ', '-')}-{format}"
-            words = [word.format(base=base) for word in words]
-            train(run, settings["more"], settings["lr"] / 10, "--from", str(base), "--qat", format, *words)
-            found[arm][format] = exported_loss(run, run / "exported", format, settings)
-    return found
+    def train_base(self) -> None:
+        """Train the BF16 model that all arms start from."""
+        given = self.settings
+        size = [f"model.preset={given['model']}", f"data.batch={given['batch']}", f"data.sequence={given['sequence']}"]
+        data = ["--data", given["data"]] if given["data"] else []
+        self.train(self.base, given["steps"], given["lr"], *data, "--set", *size, f"run.seed={self.number}")
+        tokens = self.folder / "held_out.json"
+        if not tokens.exists():
+            write_held_out(self.base, tokens, given["count"], given["sequence"])
+        if not (self.folder / "config").exists():
+            dither("export", self.base, "-o", self.folder / "config", "--format", "bf16", "--sequences", 1)
+
+    def exported_loss(self, run: Path, place: Path, format: str) -> float:
+        """Export a run and return the loss that transformers computes, unless both are there."""
+        if (known := place / "loss.json").exists():
+            return json.loads(known.read_text())
+        path, config = place / ("model.gguf" if format.startswith("gguf") else "model"), None
+        if not path.exists():
+            dither("export", run, "-o", path, "--format", format, "--sequences", 1)
+        if path.is_file():
+            config = json.loads((self.folder / "config" / "config.json").read_text())
+            config = {
+                key: value for key, value in config.items() if key not in ("architectures", "dtype", "transformers_version")
+            }
+        given = [str(path), str(self.folder / "held_out.json"), self.settings["device"], config]
+        printed = output_of([sys.executable, "-c", LOSS, json.dumps(given)])
+        known.write_text(loss := printed.strip().splitlines()[-1])
+        return float(loss)
+
+    def rounded(self) -> Losses:
+        """Yield the losses of the base, in BF16 and rounded to nearest."""
+        dense = self.exported_loss(self.base, self.folder / "bf16", "bf16")
+        for format in self.settings["formats"]:
+            yield "BF16", format, dense
+            yield "to nearest", format, self.exported_loss(self.base, self.folder / f"nearest-{format}", format)
+
+    def continued(self) -> Losses:
+        """Yield the losses after more steps in BF16, rounded to nearest."""
+        more = self.folder / "more"
+        self.train(more, self.settings["more"], self.settings["lr"] / 10, "--from", str(self.base))
+        for format in self.settings["formats"]:
+            yield MORE, format, self.exported_loss(more, self.folder / f"more-{format}", format)
+
+    def trained_for(self, format: str, arm: str) -> Losses:
+        """Yield the loss of an arm of quantization-aware training."""
+        run = self.folder / f"{arm.replace(', ', '-').replace(' ', '-')}-{format}"
+        words = [word.format(base=self.base) for word in ARMS[arm]]
+        lr = self.settings["lr"] / 10
+        self.train(run, self.settings["more"], lr, "--from", str(self.base), "--qat", format, *words)
+        yield arm, format, self.exported_loss(run, run / "exported", format)
 
 
-def table(results: list[dict[str, dict[str, float]]]) -> str:
+def train_and_export(out: Path, settings: dict, jobs: int) -> Results:
+    """Train and export all arms of all seeds whose losses are not known, `jobs` at a time. What fails says so."""
+    file = out / "losses.json"
+    results: Results = json.loads(file.read_text())["losses"] if file.exists() else {}
+    seeds = [Seed(out / f"seed-{number}", number, settings) for number in range(settings["seeds"])]
+
+    def record(seed: Seed, losses: Callable[[], Losses]) -> None:
+        for arm, format, loss in losses():
+            results.setdefault(arm, {}).setdefault(format, {})[str(seed.number)] = loss
+            file.write_text(json.dumps({"settings": settings, "losses": results}, indent=1))
+
+    def missing(seed: Seed) -> list[Callable[[], Losses]]:
+        def known(arm: str, formats: list[str]) -> bool:
+            return all(str(seed.number) in results.get(arm, {}).get(format, {}) for format in formats)
+
+        formats = settings["formats"]
+        tasks = [] if known("to nearest", formats) else [seed.rounded]
+        tasks += [] if known(MORE, formats) else [seed.continued]
+        arms = itertools.product(formats, ARMS)
+        return tasks + [partial(seed.trained_for, format, arm) for format, arm in arms if not known(arm, [format])]
+
+    with ThreadPoolExecutor(jobs) as pool:
+        bases = {pool.submit(seed.train_base): (seed, tasks) for seed in seeds if (tasks := missing(seed))}
+        arms = []
+        for base in as_completed(bases):
+            seed, tasks = bases[base]
+            if base.exception() is None:
+                arms += [pool.submit(record, seed, losses) for losses in tasks]
+        for task in as_completed([*bases, *arms]):
+            if error := task.exception():
+                print(error, getattr(error, "stderr", ""), sep="\n", flush=True)
+    return results
+
+
+def table(results: Results, formats: list[str]) -> str:
     """Return a table of means over seeds, with standard deviations, in nats per token."""
-    formats = list(results[0]["BF16"])
     lines = ["| | " + " | ".join(formats) + " |", "|---" * (len(formats) + 1) + "|"]
-    for arm in results[0]:
+    for arm in ("BF16", "to nearest", MORE, *ARMS):
         cells = []
         for format in formats:
-            values = [each[arm][format] for each in results]
-            cells.append(f"{mean(values):.4f}" + (f" ± {stdev(values):.4f}" if len(values) > 1 else ""))
+            values = list(results.get(arm, {}).get(format, {}).values())
+            spread = f" ± {stdev(values):.4f}" if len(values) > 1 else ""
+            cells.append(f"{mean(values):.4f}{spread}" if values else "")
         lines.append(f"| {arm} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -141,6 +213,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU, one seed")
     parser.add_argument("--formats", nargs="+", help=f"by default {', '.join(FORMATS)}; with --tiny nvfp4")
+    parser.add_argument("--jobs", type=int, default=1, help="how many runs train at the same time")
     parser.add_argument("--set", nargs="*", default=[], help="other sizes, such as steps=200 seeds=1")
     given = parser.parse_args()
     formats = given.formats or (["nvfp4"] if given.tiny else list(FORMATS))
@@ -153,11 +226,7 @@ def main() -> None:
         key, _, value = word.partition("=")
         settings[key] = type(settings[key])(value)
     given.out.mkdir(parents=True, exist_ok=True)
-    results = []
-    for seed in range(settings["seeds"]):
-        results.append(losses(seed, given.out, settings))
-        (given.out / "losses.json").write_text(json.dumps({"settings": settings, "losses": results}, indent=1))
-    text = table(results)
+    text = table(train_and_export(given.out, settings, given.jobs), formats)
     (given.out / "table.md").write_text(f"{text}\n")
     print(text)
 

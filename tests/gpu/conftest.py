@@ -19,6 +19,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.filterwarnings(warning))
     if share := os.environ.get("DITHER_SHARE"):
         number, of = map(int, share.split("/"))
-        kept = items[number - 1 :: of]  # slow ones are neighbours
+        kept = deal(items, of)[number - 1]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
+
+
+def deal(items: list[pytest.Item], shares: int) -> list[list[pytest.Item]]:
+    """Deal tests one by one, since slow ones are neighbours. One share has all that need much of the GPU's memory."""
+    hands: list[list[pytest.Item]] = [[] for _ in range(shares)]
+    large = [item for item in items if item.get_closest_marker("much_gpu_memory")]
+    hands[0], loads = list(large), [12 * len(large)] + [0] * (shares - 1)  # each takes as long as twelve others
+    for item in items:
+        if item not in large:
+            least = loads.index(min(loads))
+            hands[least].append(item)
+            loads[least] += 1
+    return hands

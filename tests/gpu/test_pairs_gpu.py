@@ -1,5 +1,6 @@
 """Kernel = reference, bit for bit, on the GPU itself, and CPU = GPU: `make gpu-test`, with whatever CUDA torch there is."""
 
+import itertools
 from typing import Any
 
 import pairs
@@ -73,25 +74,39 @@ def test_mxfp4_as_fp8(rows: int, columns: int) -> None:
     assert pairs.check_replaced(rows, 272, columns, "cuda") == 0
 
 
+TRANSFORMS = ["hadamard(16)", "hadamard(32,plain)", "hadamard(64,redrawn)", "hadamard(128)"]
+TRANSFORMED = [
+    "nvfp4 stochastic(16)",
+    "nvfp4 nearest",
+    "mxfp4 stochastic(16)",
+    "mxfp8 nearest",
+    "e4m3 tile(128) fp32 nearest",
+    "e2m1 tile(16) four_over_six nearest",
+    "e2m1 tile(32) quest nearest",
+    "e2m1 tile(16) eden(128) stochastic(16)",
+    "e2m1 tile(16) eden(32) stochastic(8)",
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("text", ["hadamard(16)", "hadamard(32,plain)", "hadamard(64,redrawn)", "hadamard(128)"])
-def test_transforms(text: str, axis: int) -> None:
+@pytest.mark.parametrize("text", TRANSFORMS)
+def test_transforms(text: str, axis: int, dtype: torch.dtype) -> None:
+    assert pairs.check_transform(part(dtype), text, axis) == 0
+
+
+def part(dtype: torch.dtype) -> torch.Tensor:
+    """Return a quarter of a big matrix; in float32 with an odd number of columns."""
     x = big(torch.bfloat16, 4)[:2504]
-    assert pairs.check_transform(x, text, axis) == 0
-    assert pairs.check_transform(x.float()[:, :1001], text, axis) == 0
-    for cast in (
-        "nvfp4 stochastic(16)",
-        "nvfp4 nearest",
-        "mxfp4 stochastic(16)",
-        "mxfp8 nearest",
-        "e4m3 tile(128) fp32 nearest",
-    ):
-        assert pairs.check_transformed(x, f"{cast} {text}", axis, (3, 8)) == 0
-        assert pairs.check_transformed(x.float()[:, :1001], f"{cast} {text}", axis) == 0
-    for cast in ("e2m1 tile(16) four_over_six", "e2m1 tile(32) quest"):
-        assert pairs.check_transformed(x, f"{cast} nearest {text}", axis) == 0
-    assert pairs.check_transformed(x, f"e2m1 tile(16) eden(128) stochastic(16) {text}", axis, (3, 8)) == 0
-    assert pairs.check_transformed(x.float()[:, :1001], f"e2m1 tile(16) eden(32) stochastic(8) {text}", axis) == 0
+    return x if dtype == torch.bfloat16 else x.float()[:, :1001]
+
+
+CASES = itertools.product(TRANSFORMS, TRANSFORMED, [0, 1], [torch.bfloat16, torch.float32])
+
+
+@pytest.mark.parametrize(("text", "cast", "axis", "dtype"), sweep(CASES))
+def test_transforms_and_casts_at_once(text: str, cast: str, axis: int, dtype: torch.dtype) -> None:
+    assert pairs.check_transformed(part(dtype), f"{cast} {text}", axis, (3, 8)) == 0
 
 
 @pytest.mark.parametrize("text", ["nvfp4", "nvfp4 stochastic(16)", "e2m1 tile(16) four_over_six nearest"])

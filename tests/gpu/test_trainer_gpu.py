@@ -42,11 +42,15 @@ def config(folder: Path, name: str, steps: int, **precision: str) -> Config:
     ids=str,
 )
 def test_a_run_is_saved_and_goes_on(tmp_path, precision):
-    """Backward passes of attention and embedding add in no fixed order on a GPU, so what is compared is what was saved."""
+    """Backward passes of attention and embedding add in no fixed order on a GPU, so what is compared is what was saved.
+
+    Inductor chooses the blocks of its sums by their time, so that losses of equal weights may differ in the last bit.
+    """
     first = train(config(tmp_path, "run", 6, **precision))
     assert first.code == 0
     again = train(config(tmp_path, "run", 6, **precision), resume=True)
-    assert (again.step, again.loss) == (6, first.loss)
+    assert again.step == 6
+    assert again.loss == pytest.approx(first.loss, rel=2 * torch.finfo(torch.float32).eps)
     last = train(config(tmp_path, "run", 12, **precision), resume=True)
     assert last.step == 12
     assert last.loss < min(first.loss, last.unigram)

@@ -160,9 +160,9 @@ def reading(model: nn.Module) -> Iterator[dict[str, dict[str, torch.Tensor]]]:
         handle.remove()
 
 
-def weights_read(method: str) -> dict[str, dict[str, torch.Tensor]]:
+def weights_read(method: str, made: Callable[[], nn.Module] | None = None) -> dict[str, dict[str, torch.Tensor]]:
     """Return the codes, scales and samples of weights that one rank reads."""
-    single = converted(method)
+    single = converted(method, made)
     with reading(single) as known:
         step_of(single, Layout())
     return known
@@ -176,9 +176,9 @@ def cut(x: torch.Tensor, like: torch.Tensor, rank: int) -> torch.Tensor:
     return x
 
 
-def check_layout(layout: Layout, method: str, options: dict[str, Any]) -> None:
-    (expected, gradients), known = from_first(lambda: (reference(method, layout.batch_parts), weights_read(method)))
-    model = dither.parallelize(converted(method), layout.mesh("cpu"), **options)
+def check_layout(layout: Layout, method: str, options: dict[str, Any], made: Callable[[], nn.Module] | None = None) -> None:
+    (expected, gradients), known = from_first(lambda: (reference(method, layout.batch_parts, made), weights_read(method, made)))
+    model = dither.parallelize(converted(method, made), layout.mesh("cpu"), **options)
     with reading(model) as read:
         loss = step_of(model, layout)
     own = expected[batch_rank(layout)]
@@ -232,8 +232,16 @@ def test_weights_noise_and_roundings_are_those_of_one_rank(layout: Layout, metho
     ranks(layout.ranks, check_layout, layout, method, {"gather": gather})
 
 
+def mixture() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+    sizes |= {"num_local_experts": 3, "num_experts_per_tok": 1, "num_key_value_heads": 2, "head_dim": 16}
+    return dither.models.hf({"model_type": "mixtral", **sizes})
+
+
 def check_clips() -> None:
-    check_layout(Layout(dp_shard=2), "learned-clip", {"gather": "weights"})
+    for made in (None, mixture):
+        check_layout(Layout(dp_shard=2), "learned-clip", {"gather": "weights"}, made)
     with pytest.raises(UserError, match="learns where to clip its weight, which tp=2 shards"):
         dither.parallelize(converted("learned-clip"), Layout(tp=2).mesh("cpu"))
     model = dither.parallelize(converted("learned-clip"), Layout(dp_shard=2).mesh("cpu"), gather="codes")

@@ -49,7 +49,7 @@ class WeightFormat:
         assert codes.scale is not None
         packed = codes.cast.element.bits == 4
         values, scale = codes.values.contiguous(), codes.scale.contiguous()
-        if codes.cast.scaling.kind == "pow2":
+        if codes.cast.scaling.storage == "e8m0":  # compressed-tensors reads the exponents as integers
             scale = scale.view(torch.uint8)
         elif self.storage == "pack-quantized":  # code + 8, eight of them in a word
             values, scale = (values ^ 0x88).view(torch.int32), scale.to(torch.bfloat16)

@@ -19,8 +19,7 @@ from dither.models.causal import CausalLM
 from dither.models.hub import huggingface_config
 from dither.models.transformers_models import HuggingFace, stored_names
 from dither.nn.convert import alike
-from dither.nn.linear import Linear
-from dither.nn.sites import Site, experts_beside, find_sites, output_layers, tuner_of, weight_of
+from dither.nn.sites import Site, clip_of, experts_beside, find_sites, output_layers, tuner_of, weight_of
 from dither.spec import Cast, Plan, Scale, did_you_mean
 from dither.spec.deployment import DEPLOYMENTS, EXPERT_FP8, Deployment
 from dither.spec.patterns import escape
@@ -80,10 +79,8 @@ class StoredModel:
                 continue
             seen.add(key)
             tensors[name] = tensor.detach()
-        for name, layer in self.model.named_modules():
-            if isinstance(layer, Linear) and layer.program.clip:
-                tensors[f"{name}.weight"] = layer.clipped_weight()
-        return tensors
+        clipped = (weight_of(site) for site in find_sites(self.model) if clip_of(site) is not None)
+        return tensors | {name: weight for name, weight, _ in clipped}
 
     def in_files(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors under the names, and in the pieces, that files have."""
@@ -318,18 +315,13 @@ def described(format: str, choices: Sequence[LayerFormat]) -> str:
     return "\n".join(lines)
 
 
-def _check_learned(format: str, choices: Sequence[LayerFormat]) -> None:
-    """Raise if the layers cannot learn where to clip their weights."""
+def _check_learned(format: str) -> None:
+    """Raise if layers of a format cannot learn where to clip their weights."""
     known = [name for name, each in DEPLOYMENTS.items() if each.cast.format in LEARNED_FORMATS]
     if format not in known:
         raise UserError(
             f"scales='learned' is for {', '.join(known)}; {format!r} has steps relative to each number, and clipping gains "
             "little: use scales='largest'."
-        )
-    if expert := next((choice.site.name for choice in choices if choice.format and choice.site.parameter), None):
-        raise UserError(
-            f"scales='learned' is for matrices, and {expert!r} has its experts in one parameter of 3 dimensions: use "
-            "scales='largest'."
         )
 
 
@@ -386,7 +378,7 @@ def qat(
             raise UserError(f"scales='search' is for {', '.join(known)}, not for {format!r}: use scales='largest'.")
         cast = replace(cast, scale=str(replace(cast.scaling, kind=SEARCHES[cast.scaling.kind])))
     if scales == "learned":
-        _check_learned(format, choices)
+        _check_learned(format)
     precision = chosen.precision(cast, learned_clip=scales == "learned")
     rules = tuple((escape(stored.prefix + choice.site.name), precision if choice.format else None) for choice in choices)
     say(described(format, choices))

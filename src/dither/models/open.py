@@ -31,7 +31,7 @@ from dither.models.sizes import Lora, Model
 from dither.models.transformers_models import hf
 from dither.nn.clipping import clipped
 from dither.nn.convert import convert
-from dither.nn.sites import is_transposed
+from dither.nn.sites import clip_name, is_transposed
 from dither.nn.stored import store_weights
 from dither.ops.reference import weight_codes
 from dither.optim import training
@@ -335,12 +335,12 @@ def _numbers(saved: SavedTensors, stored: str, like: Tensor | None = None) -> Te
 
 def _clipped(model: nn.Module, saved: SavedTensors, names: Mapping[str, str], name: str, numbers: Tensor) -> Tensor:
     """Return a weight as its layer cast it: clipped, if the run learned where (`dither.nn.clipping`)."""
-    layer = name.removesuffix(".weight")
-    if name == layer or f"{layer}.clip" not in names:
+    if (clip := clip_name(name)) not in names:
         return numbers
     if isinstance(numbers, DTensor):
         raise UserError(f"The checkpoint {str(saved.path)!r} has learned clips: load its weights before the model is sharded.")
-    return clipped(numbers, saved.read(names[f"{layer}.clip"]), 0 if is_transposed(model.get_submodule(layer)) else 1)
+    home = model.get_submodule(name.rpartition(".")[0])
+    return clipped(numbers, saved.read(names[clip]), -2 if is_transposed(home) else -1)
 
 
 def _decoded(stored: str, codes: Tensor, scale: Tensor, plain: Mapping[str, Any]) -> Tensor:

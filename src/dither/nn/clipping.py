@@ -15,6 +15,9 @@ Example, int8 row with w = (1, 0.3) and gamma = 0.5: c = 0.5, w_c = (0.5, 0.3), 
 clipped, and has the derivative 0.5 / 0.5 = 1; the second is cast to 76 * 0.5 / 127 = 0.29921, and has -0.00079 / 0.5.
 
 Weights have straight-through gradients, except for those beyond c, which have none. The largest magnitude is a constant.
+
+A weight is a matrix, or the matrices of all experts of a mixture [experts, rows, columns]. Axes count from the end: -1, or -2
+if layers store [in, out].
 """
 
 from typing import Any, NamedTuple
@@ -30,6 +33,9 @@ UNDRAWN = (0, None, 0, 0, "auto")
 
 LOWEST = 0.125
 """The smallest fraction. Gradients that lead beyond the limits are dropped."""
+
+AT_ONCE = 1 << 26
+"""Weights of experts whose gradient of fractions is computed at once, with several float32 numbers for each."""
 
 
 class Clipping(NamedTuple):
@@ -56,7 +62,7 @@ class Clipping(NamedTuple):
 def fractions_shape(shape: tuple[int, ...], cast: Cast, axis: int) -> tuple[int, ...]:
     """Return the shape of the fractions of a weight: one per group along `axis`.
 
-    >>> fractions_shape((8, 64), Cast.parse("int4-g32"), 1), fractions_shape((8, 64), Cast.parse("int8 row"), 1)
+    >>> fractions_shape((8, 64), Cast.parse("int4-g32"), -1), fractions_shape((8, 64), Cast.parse("int8 row"), -1)
     ((8, 2), (8, 1))
     """
     length = shape[axis]
@@ -67,7 +73,7 @@ def fractions_shape(shape: tuple[int, ...], cast: Cast, axis: int) -> tuple[int,
 def clipped(weight: Tensor, fractions: Tensor, axis: int) -> Tensor:
     """Return a weight clipped at fractions of the largest magnitudes of its groups along `axis`, in its dtype.
 
-    >>> clipped(torch.tensor([[1.0, -4.0, 0.5, 2.0]]), torch.tensor([[0.5, 1.0]]), 1)
+    >>> clipped(torch.tensor([[1.0, -4.0, 0.5, 2.0]]), torch.tensor([[0.5, 1.0]]), -1)
     tensor([[ 1.0000, -2.0000,  0.5000,  2.0000]])
     """
     limit = _limits(weight, fractions, axis)
@@ -115,6 +121,10 @@ class _Clipped(torch.autograd.Function):
 def fraction_grad(grad: Tensor, weight: Tensor, fractions: Tensor, constants: Clipping, axis: int) -> Tensor:
     """Return the gradient of fractions from that of w_hat."""
     cast, lowest, highest, two_level = constants
+    count = len(weight) if two_level else -(-weight.numel() // AT_ONCE)  # experts have tensor scales of their own
+    if weight.dim() == 3 and min(count, len(weight)) > 1:
+        parts = zip(grad.chunk(count), weight.chunk(count), fractions.chunk(count), strict=True)
+        return torch.cat([fraction_grad(*part, constants, axis) for part in parts])
     gamma = fractions.clamp(LOWEST, 1.0)
     operand = clipped(weight, fractions, axis).float()
     values, scale, tensor_scale = torch.ops.dither.quantize(operand, cast, axis, None, "", *UNDRAWN)

@@ -557,8 +557,8 @@ def _obstructed(layer: Layer, precision: LayerPrecision, fallback: Fallback | No
     """Return the reason why a layer cannot run in a precision on its device, or "". Raise it if `fallback` is "error"."""
     one = linear_of(layer)
     treatment = fallback or one.choice.fallback
-    if isinstance(layer, ExpertsLinear) and (precision.sampled or precision.learned_clip or precision.outliers):
-        what = "sampled" if precision.sampled else "clipped where learned" if precision.learned_clip else "split by channels"
+    if isinstance(layer, ExpertsLinear) and (precision.sampled or precision.outliers):
+        what = "sampled" if precision.sampled else "split by channels"
         reason = f"The layer {layer.name!r} has its experts in one parameter of 3 dimensions, and only matrices can be {what}"
         if treatment != "bf16":  # multiplying in float32 would not help
             raise UserError(f"{reason}; or skip={layer.name!r}, or fallback='bf16' to run it uncast.")

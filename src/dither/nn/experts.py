@@ -56,6 +56,16 @@ class ExpertLinear(Linear):
         self.row_multiples = tuple(row_multiple(program.settings[gpu], (rows, columns), gpu=bool(gpu)) for gpu in (0, 1))
         """Multiples of rows at which the tokens of an expert begin, on a CPU and on a GPU; 0 if experts run one by one."""
 
+    def _choose_clip(self, precision: LayerPrecision) -> None:
+        """Create or drop the learned clips of all experts, one parameter, which the first expert holds."""
+        super()._choose_clip(LayerPrecision() if self._index else precision)
+
+    def _stored_clip(self) -> Tensor | None:
+        if self.program.clip is None:
+            return None
+        whole: Tensor = self._home[0].get_parameter(f"{NAME}.{self._parameter}.experts.0.clip")
+        return whole.flatten(0, 1) if self.grouped else whole[self._index]
+
     @property
     def grouped(self) -> bool:
         """True if the matrices of all experts are cast at once: the first expert holds their codes."""
@@ -176,6 +186,14 @@ def _up(self: Any) -> str:
     return "gate_up_proj" if self.has_gate else "up_proj"
 
 
+def _matrices(self: Any, parameter: str) -> Any:
+    """Return the matrices of all experts as products read them, clipped if that is learned; None of frozen experts."""
+    layers = self.get_submodule(NAME)
+    if parameter in layers and isinstance(layers[parameter], ExpertsLinear) and layers[parameter].first.program.clip:
+        return layers[parameter].first.clip_learner()
+    return getattr(self, parameter)
+
+
 def _activated(self: Any, inner: Tensor) -> Tensor:
     result: Tensor = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
     return result
@@ -245,7 +263,7 @@ def _products(self: Any, x_PH: Tensor, end_E: Tensor, empty_P1: Tensor | None) -
         expert_P = torch.searchsorted(end_E, torch.arange(len(x_PH), device=x_PH.device), right=True)
 
     def product(x: Tensor, parameter: str) -> Tensor:
-        weight = getattr(self, parameter)
+        weight = _matrices(self, parameter)
         if parameter in layers:
             first = layers[parameter].first
             settings, codes = first.settings_for(x), first.stacked_codes()
@@ -272,7 +290,8 @@ def _one_by_one(self: Any, x_TH: Tensor, expert_Tk: Tensor) -> tuple[Tensor, Ten
     counts = torch.bincount(expert_S, minlength=self.num_experts).tolist()
     # One unbind gives the matrix of every expert, and its backward is one stack. Frozen experts have codes in place of it.
     none = (None,) * len(counts)
-    ups, downs = (none if whole is None else whole.unbind(0) for whole in (getattr(self, _up(self)), self.down_proj))
+    wholes = (_matrices(self, parameter) for parameter in (_up(self), "down_proj"))
+    ups, downs = (none if whole is None else whole.unbind(0) for whole in wholes)
     outputs = []
     for expert, x_SH in enumerate(torch.split(x_TH[order_S // k], counts)):
         if counts[expert]:

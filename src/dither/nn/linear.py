@@ -199,7 +199,7 @@ class Linear(nn.Linear):
     input_bitwidth: nn.Parameter | None
     """The same, one per block of input features."""
     clip: nn.Parameter | None
-    """Learned fractions of the largest magnitudes, float32, one per group of the weight: see `dither.nn.clipping`."""
+    """Learned fractions of the largest magnitudes, float32, one per group of the learned weight: see `dither.nn.clipping`."""
     draw_place: Tensor | None
     """int64[2] on the device: where `step_context` writes the step and, if it is given, the row."""
     draw_keys: Tensor | None
@@ -446,7 +446,7 @@ class Linear(nn.Linear):
         if cast is None:
             self.register_parameter("clip", None)
             return
-        shape = clipping.fractions_shape(tuple(self.weight.shape), cast, self._clip_axis)
+        shape = clipping.fractions_shape(tuple(self.learned_weight().shape), cast, self._clip_axis)
         if cast.group.kind == "tile" and self.in_features % cast.group.size:
             raise UserError(
                 f"The layer {self.name!r} learns to clip groups of {cast.group.size} inputs, and has {self.in_features} "
@@ -455,7 +455,7 @@ class Linear(nn.Linear):
         old = self._parameters.get("clip")
         if old is not None and tuple(old.shape) == shape:
             return
-        if isinstance(self.weight, DTensor):
+        if isinstance(self.learned_weight(), DTensor):
             raise UserError(
                 f"The layer {self.name!r} is sharded already, and a new learned clip would not be: convert the model before it "
                 "is parallelized."
@@ -464,7 +464,7 @@ class Linear(nn.Linear):
 
     @property
     def _clip_axis(self) -> int:
-        return 0 if self.transposed else 1
+        return -2 if self.transposed else -1
 
     def engines(self, device: torch.device | str, tokens: int = ALIGNMENT) -> dict[str, str]:
         """Return the engine of each product on `device`; raise UserError if one cannot run there."""
@@ -600,7 +600,7 @@ class Linear(nn.Linear):
             input = self._sampled_input(input, state)
         if self.training and samplings.weight:
             return self._sampled_product(input, settings, state)
-        return self._product(input, self._clip_learner() if self.program.clip else self.weight, settings, state)
+        return self._product(input, self.clip_learner() if self.program.clip else self.weight, settings, state)
 
     def settings_for(self, x: Tensor) -> Settings:
         """Return the casts of the products on the device of x."""
@@ -694,16 +694,17 @@ class Linear(nn.Linear):
         if self.outlying.measures:
             outliers.measure(self, x)
 
-    def _clip_learner(self) -> Tensor:
+    def clip_learner(self) -> Tensor:
         """Return the clipped weight, whose gradient goes to the weight and to the learned clip."""
         assert self.clip is not None
         assert self.program.clip is not None
-        if isinstance(self.weight, DTensor) or self.gather is not None:
+        weight = self.learned_weight()
+        if isinstance(weight, DTensor) or self.gather is not None:
             raise UserError(
                 f"The layer {self.name!r} learns where to clip its weight, which tensor parallelism or gather='codes' shards: "
                 "use FSDP2 with gather='weights'."
             )
-        return clipping.learner(self.weight, self.in_float32("clip", self.clip), self.program.clip, self._clip_axis)
+        return clipping.learner(weight, self.in_float32("clip", self.clip), self.program.clip, self._clip_axis)
 
     def clipped_weight(self) -> Tensor:
         """Return the weight that is cast, without gradients: clipped, if the precision learns that; without outliers."""
@@ -711,7 +712,12 @@ class Linear(nn.Linear):
         if self.outlying.chosen:
             assert self.outlier_channels is not None
             return outliers.without(weight, local(self.outlier_channels), 0 if self.transposed else 1)
-        return weight if self.clip is None else clipping.clipped(weight, local(self.clip).detach(), self._clip_axis)
+        clip = self._stored_clip()
+        return weight if clip is None else clipping.clipped(weight, clip.detach(), self._clip_axis)
+
+    def _stored_clip(self) -> Tensor | None:
+        """Return the learned clip of the numbers that this rank stores, or None."""
+        return local(self.clip)
 
     # Sampling ----------------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from typing import Any, get_args
 from torch import Tensor, nn
 
 from dither.nn import experts
+from dither.nn.clipping import clipped
 from dither.nn.experts import ExpertLinear, ExpertsLinear
 from dither.nn.layers import Conv1D, replace_module
 from dither.nn.linear import Fallback, Linear, Output
@@ -145,17 +146,33 @@ def converted_layers(model: nn.Module) -> dict[str, Layer]:
 
 def weight_of(site: Site) -> tuple[str, Tensor, int]:
     """Return the name of a layer's parameter, its weight as casts read it, and the contraction axis."""
-    if site.parameter:  # experts, [experts, out, in] or [experts, in, out]
-        axis = 1 if getattr(site.module, "is_transposed", False) else -1
-        return site.name, getattr(site.module, site.parameter).detach(), axis
-    own: Tensor = site.module.weight  # type: ignore[assignment]
-    weight = site.module.clipped_weight() if isinstance(site.module, Linear) and site.module.program.clip else own.detach()
-    return f"{site.name}.weight", weight, 0 if is_transposed(site.module) else -1
+    weight = getattr(site.module, site.parameter or "weight").detach()  # of experts [experts, out, in] or [experts, in, out]
+    axis = -2 if is_transposed(site.module) else -1
+    if (clip := clip_of(site)) is not None:
+        weight = clipped(weight, clip.detach(), axis)
+    return site.name if site.parameter else f"{site.name}.weight", weight, axis
+
+
+def clip_of(site: Site) -> Tensor | None:
+    """Return the learned clip of a layer, or None."""
+    ours = site.parameter or isinstance(site.module, Linear)
+    return dict(site.module.named_parameters()).get(clip_name(site.parameter or "weight")) if ours else None
+
+
+def clip_name(weight: str) -> str:
+    """Return the name that the learned clip of a weight has, if there is one.
+
+    >>> clip_name("layers.0.up.weight"), clip_name("layers.0.experts.down_proj")
+    ('layers.0.up.clip', 'layers.0.experts.dither.down_proj.experts.0.clip')
+    """
+    home, dot, parameter = weight.rpartition(".")
+    return f"{home}{dot}clip" if parameter == "weight" else f"{home}{dot}{experts.NAME}.{parameter}.experts.0.clip"
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Return True if a linear layer stores its weight as [in, out]."""
-    return bool(getattr(module, "transposed", not isinstance(module, nn.Linear)))
+    """Return True if a linear layer, or a module of experts, stores weights as [in, out]."""
+    transposed = getattr(module, "transposed", not isinstance(module, nn.Linear))
+    return bool(getattr(module, "is_transposed", transposed))
 
 
 def output_layers(model: nn.Module, sites: list[Site]) -> list[str]:

@@ -158,8 +158,7 @@ def muon_groups(
     sites = find_sites(model)
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     outputs = {id(getattr(model.get_submodule(name), "weight", None)) for name in output_layers(model, sites)}
-    across = {f"{site.name}.weight" for site in sites if not site.parameter and is_transposed(site.module)}
-    across |= {site.name for site in sites if site.parameter and getattr(site.module, "is_transposed", False)}
+    across = {site.name if site.parameter else f"{site.name}.weight" for site in sites if is_transposed(site.module)}
     adamw: dict[str, Any] = {"use_muon": False, "eps": adamw_eps}
     decayed = adamw | {"weight_decay": weight_decay if adamw_decay is None else adamw_decay}
     hidden: dict[str, Any] = {"use_muon": True, "weight_decay": weight_decay} | ({} if lr is None else {"lr": lr})

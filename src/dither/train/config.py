@@ -883,7 +883,10 @@ class Config:
         if self.qat.scales == "learned" and self.lora.rank is not None:
             raise UserError("qat.scales='learned' does not go with lora.rank: the base and its scales are frozen: remove one.")
         if self.qat.scales == "learned" and self.qat.noise_until:
-            raise UserError("qat.scales='learned' learns from the first step on, without casts it cannot: remove noise_until.")
+            raise UserError(
+                "qat.scales='learned' learns from casts, from the first step on: remove noise_until, or start from a run that "
+                "trained with noise."
+            )
         if self.qat.noise_until and self.lora.rank is not None:
             raise UserError("qat.noise_until does not go with lora.rank: the base is frozen, in one precision: remove one.")
 

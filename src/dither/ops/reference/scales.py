@@ -206,8 +206,8 @@ def eden_factors(x_BRC: Tensor, cast: Cast, layout: GroupLayout, found: Factors,
 
     Values are rounded to nearest. The scales of all tiles in a run of n values, y before and q after rounding, are multiplied
     by <y, y> / <y, q>, and rounded stochastically to E4M3 by the random bits of the first element of each tile. Then
-    values * scale has the projection of y on itself, and after a random rotation no bias. Sums are added in halves, in a
-    fixed order.
+    values * scale has the projection of y on itself, and after a random rotation no bias. Sums are added in a fixed
+    order.
     """
     n, tile = int(cast.scaling.arguments[0]), cast.group.size
     y = product(x_BRC, spread(found.multiply, layout))
@@ -223,13 +223,12 @@ def eden_factors(x_BRC: Tensor, cast: Cast, layout: GroupLayout, found: Factors,
 
 
 def _sums(x_BRC: Tensor, layout: GroupLayout, n: int) -> Tensor:
-    """Return the sums of runs of n values along lines, [B, lines, runs]: halves are added until one number remains."""
+    """Return the sums of runs of n values along lines, [B, lines, runs]: neighbours are added until one number remains."""
     lines = x_BRC.transpose(1, 2) if layout.along_rows else x_BRC
     padded = torch.nn.functional.pad(lines, (0, -lines.shape[2] % n))
     runs = padded.reshape(*padded.shape[:2], padded.shape[2] // n, n)
     while runs.shape[3] > 1:
-        half = runs.shape[3] // 2
-        runs = runs[..., :half] + runs[..., half:]
+        runs = runs[..., ::2] + runs[..., 1::2]
     return runs[..., 0]
 
 

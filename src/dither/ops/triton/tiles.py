@@ -154,15 +154,28 @@ def squared_error(
 
 
 @triton.jit
-def span_sums(x, P: tl.constexpr, Q: tl.constexpr, N: tl.constexpr):
-    """Return the sums of each N values of the lines of x [P, Q], [P, Q / N]: halves are added until one number remains.
+def span_sums(x, P: tl.constexpr, Q: tl.constexpr, N: tl.constexpr, GQ: tl.constexpr):
+    """Return the sums of each N values of the lines of x [P, Q], [P, Q / N]: neighbours are added until one number remains.
 
-    Each reduction adds two numbers, so that no order is left to the compiler.
+    Groups of GQ lie in one thread, which adds them without moving any. Later, each reduction adds two numbers, so that no order
+    is left to the compiler.
     """
     for i in tl.static_range(7):  # N is at most 128
-        if N >> i > 1:
-            x = tl.sum(tl.reshape(x, [P, Q // N, 2, N >> (i + 1)]), axis=2)
-    return tl.reshape(x, [P, Q // N])
+        if GQ >> i > 1:
+            a, b = tl.split(tl.reshape(x, [P, Q >> (i + 1), 2]))
+            x = a + b
+        elif N >> i > 1:
+            x = tl.sum(tl.reshape(x, [P, Q >> (i + 1), 2]), axis=2)
+    return x
+
+
+@triton.jit
+def first_of_groups(x, P: tl.constexpr, Q: tl.constexpr, GQ: tl.constexpr):
+    """Return the first value of each GQ values of the lines of x [P, Q], [P, Q / GQ]."""
+    for i in tl.static_range(7):  # GQ is at most 128
+        if GQ >> i > 1:
+            x, _ = tl.split(tl.reshape(x, [P, Q >> (i + 1), 2]))
+    return x
 
 
 @triton.jit
@@ -175,13 +188,10 @@ def eden_scale(
     N: tl.constexpr = S.SPAN
     bits = scaled_bits(x, spread(multiply, P, Q, 1, GQ), S, True)
     y, q = as_float(bits), as_float(round_bits(bits, bits, bits, F, W, True))
-    squares, projections = span_sums(y * y, P, Q, N), span_sums(y * q, P, Q, N)
+    squares, projections = span_sums(y * y, P, Q, N, GQ), span_sums(y * q, P, Q, N, GQ)
     correction = tl.where(projections == 0.0, 1.0, tl.div_rn(squares, projections))
     wanted = as_bits(tl.reshape(tl.reshape(restore, [P, Q // N, N // GQ]) * correction[:, :, None], [P, Q // GQ]))
-    # The first random bits of each group.
-    first = (tl.arange(0, GQ) == 0)[None, None, :]
-    drawn = tl.sum(tl.where(first, tl.reshape(random, [P, Q // GQ, GQ]), 0), axis=2)
-    scale = as_float(round_bits(wanted, wanted, drawn, E, H, True))
+    scale = as_float(round_bits(wanted, wanted, first_of_groups(random, P, Q, GQ), E, H, True))
     return tl.where(scale < 2.0**-9, 2.0**-9, scale)
 
 
