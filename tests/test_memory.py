@@ -229,6 +229,22 @@ def test_states_in_host_memory_are_those_of_the_optimizer(preset, mode, states, 
     assert found.parts["states"] == pytest.approx(found.streamed) or found.parts["states"] <= 2.3 * largest
 
 
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_watched_weights_have_four_numbers_in_float32(where):
+    """That is what `OscillationReset` holds in a window."""
+    model = build("tiny")
+    dither.convert(model, "tetrajet2")
+    reset = dither.optim.OscillationReset(model, dither.optim.AdamW(model.named_parameters(), lr=1e-3))
+    reset.after_step(1)
+    held = sum(4 * tensor.numel() for movement in reset.movements.values() for tensor in movement)
+    given = {"mode": "bf16-sr", "precision": recipe("tetrajet2").default, "states_on": where}
+    peaks = [
+        estimate(shape_of(PRESETS["tiny"]), Setting(**given, watched=watched), StepPasses(sequence=64)).peak
+        for watched in (False, True)
+    ]
+    assert peaks[1] - peaks[0] == held
+
+
 def part_bytes(member, rows, shared) -> int:
     height = 1 if rows is None else (rows.stop - rows.start) / member.parameter.shape[0]
     return sum(height * kind.itemsize * size.numel() for key, (kind, size) in layout(member).items() if key not in shared)

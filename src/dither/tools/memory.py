@@ -179,6 +179,8 @@ class Setting:
     """True if backward updates each block and frees its gradients (`dither.optim.release_gradients`)."""
     states_on: Literal["device", "host"] = "device"
     """Memory of the optimizer's states and masters: the GPU's, or the host's, from which a step copies some at a time."""
+    watched: bool = False
+    """True if an `OscillationReset` watches the weights that blocks cast."""
     residual: Annotated[str, OneOf(WHOLE)] | None = None
     """Format of the residual stream, as FSDP2's mixed precision sets it; None means that of the parameters."""
     memory: MemoryOptions = MemoryOptions()  # noqa: RUF009 (frozen)
@@ -246,7 +248,7 @@ PARTS = MappingProxyType(
         "weights": "parameters",
         "masters": "float32 copies that the optimizer keeps, the low bits of split ones, or Kahan's compensation",
         "gradients": "gradients of all parameters",
-        "states": "the optimizer's moments",
+        "states": "the optimizer's moments, and movements of watched weights",
         "weight_codes": "codes of weights, or their 16-bit copies for autocast or sampling",
         "activations": "tensors that blocks keep for backward, besides codes",
         "input_codes": "codes of the inputs of linear layers",
@@ -752,6 +754,8 @@ def _stage(shape: Shape, setting: Setting, passes: StepPasses, layout: Scheduled
     if setting.states_on == "host":
         streamed, host = still["masters"] + still["states"], pinned_bytes(shape, setting) * share
         still |= {"masters": 0.0, "states": min(slot_bytes(shape, setting), streamed)}
+    if setting.watched:  # a weight, what is read of it, and how far both moved, in float32
+        still["states"] += 16 * weights
 
     narrow = c if storage.autocast else 0
     per_weight = (weight_code_bytes(shape, setting) - shape.output_weights * narrow) / shape.block_weights
