@@ -65,7 +65,7 @@ def test_all_layers_together_and_printed():
     assert found.total.mean == pytest.approx(total)
     assert sum(found.total.histogram.values()) == pytest.approx(1)
     assert sum(found.total.formats.values()) == pytest.approx(1)
-    header, _, *rows = str(found).splitlines()
+    header, *rows = str(found).splitlines()
     assert " ".join(header.split()) == "layer weights mean min max <= 3 <= 4 <= 5 <= 7 e2m1 e3m2 e4m3 bf16"
     assert [row.split()[0] for row in rows] == ["a.0", "b.0", "total"]
     assert found.to_dict()["total"]["weights"] == 6896

@@ -1,13 +1,14 @@
-"""LayerPrecision: the casts, samplings and outlier channels of the operands of one linear layer."""
+"""LayerPrecision: the casts and samplings of the operands of one linear layer, and its channels in more bits."""
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from dither.errors import UserError, checked_keys, did_you_mean
+from dither.settings import AtLeast, Within, check
 from dither.spec.cast import Cast
 from dither.spec.registry import UNCAST
 from dither.spec.sampling import Sampling
@@ -40,12 +41,10 @@ class MemoryOptions:
     From these codes it also makes the input of the next layer again. This changes gradients, and no forward pass."""
 
     def __post_init__(self) -> None:
-        for name, choices in (("save", get_args(Save)), ("hold", get_args(Hold)), ("swiglu", get_args(SwiGLU))):
-            if (given := getattr(self, name)) not in choices:
-                raise UserError(f"{name} is {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}, not {given!r}.")
+        check("memory", self)
 
 
-CHANNEL_MULTIPLE = 16
+MULTIPLE = 16
 """Numbers of channels are multiples of this, as matrix units need them."""
 
 
@@ -59,24 +58,17 @@ class Outliers:
     80
     """
 
-    share: float = 0.1
+    share: Annotated[float, Within(0, 1, open_below=True, open_above=True)] = 0.1
     """The share of a layer's input channels, above 0 and below 1. Their number is rounded up to a multiple of 16."""
     cast: Cast = Cast.parse("e4m3 tile(32) pow2_ceil")  # noqa: RUF009 (frozen)
     """The cast of these channels in the forward product and in the weight gradient: by default MXFP8 that clips nothing."""
-    start: int = 0
+    start: Annotated[int, AtLeast(0, bits=31)] = 0
     """The first optimizer step, from 0, whose inputs are measured."""
-    steps: int = 50
+    steps: Annotated[int, AtLeast(1, bits=31)] = 50
     """The number of steps that are measured."""
 
     def __post_init__(self) -> None:
-        number = isinstance(self.share, int | float) and not isinstance(self.share, bool)
-        if not number or not 0 < self.share < 1:
-            raise UserError(f"The share of outlier channels is a number above 0 and below 1, not {self.share!r:.40}.")
-        for name, least in (("start", 0), ("steps", 1)):
-            if type(value := getattr(self, name)) is not int or not least <= value < 1 << 31:
-                raise UserError(f"The {name} of outlier channels is a number of steps from {least} on, not {value!r:.40}.")
-        if not isinstance(self.cast, Cast):
-            raise UserError(f"Outlier channels take a Cast, not {self.cast!r:.80}; Cast.parse makes one of a text.")
+        check("outliers", self)
         if self.cast.transforming.size or self.cast.scaling.kind == "delayed":
             raise UserError(
                 f"Outlier channels are cast by themselves, without transform and delayed scales, not by {str(self.cast)!r}."
@@ -84,11 +76,11 @@ class Outliers:
 
     def channels(self, features: int, name: str = "") -> int:
         """Return the number of outlier channels of a layer with `features` inputs; `name` is that of the layer in messages."""
-        count = math.ceil(round(self.share * features, 6) / CHANNEL_MULTIPLE) * CHANNEL_MULTIPLE
+        count = math.ceil(round(self.share * features, 6) / MULTIPLE) * MULTIPLE
         if count >= features:
             raise UserError(
                 f"The layer {name!r} has {features} inputs, of which {count} would be outlier channels (a share of "
-                f"{self.share:g}, rounded up to a multiple of {CHANNEL_MULTIPLE}): give it a precision without outliers."
+                f"{self.share:g}, rounded up to a multiple of {MULTIPLE}): give it a precision without outliers."
             )
         return count
 
