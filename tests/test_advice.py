@@ -171,7 +171,7 @@ def test_memory_of_a_run(tmp_path, capsys):
         (["llama-1bb"], "There is no model 'llama-1bb'"),
         (["--batch", "1"], "Give a model"),
         (["tiny", "--params", "1e9"], "and not both"),
-        (["tiny", "--mode", "o3"], "There is no mode 'o3'"),
+        (["tiny", "--mode", "o3"], "There is no memory.mode='o3'"),
         (["tiny", "--recipe", "fp9"], "There is no recipe 'fp9'"),
         (["tiny", "--gpu", "H300"], "There is no GPU 'H300'"),
         (["tiny", "--mode", "bf16-sr", "--weights", "fp8"], "--weights fp8 goes with bf16-sr + fp8-current, not bf16-sr: add"),

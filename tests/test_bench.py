@@ -68,7 +68,7 @@ def damaged():
     yield {**sound, "machine": {"device": 3}}, "damaged"
     yield {**sound, "rows": {}}, "damaged"
     yield {**sound, "rows": [3]}, "damaged"
-    fields = {"ms": ("2", -1.0, 0), "name": ("", 3), "peers": ({}, [None]), "more": (1,)}
+    fields = {"ms": ("2", -1.0, 0), "name": (3,), "peers": ({}, [None]), "more": (1,)}
     for wrong in ({name: value} for name, values in fields.items() for value in values):
         yield {**sound, "rows": [row | wrong]}, "damaged"
     yield {**sound, "rows": [row | {"limit": {"name": "a copy", "ms": True}}]}, "damaged"

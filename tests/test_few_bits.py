@@ -314,7 +314,7 @@ def test_what_casts_do_not_express_is_refused_by_its_file_and_field(case, folder
 def test_a_missing_shard_is_named(tmp_path):
     folder = write(tmp_path / "model", "mxfp4", shards=2)
     (folder / "model-1.safetensors").unlink()
-    with pytest.raises(UserError, match=r"model-1.safetensors is missing, and model.safetensors.index.json needs it"):
+    with pytest.raises(UserError, match=r"model-1.safetensors is not a file, and model.safetensors.index.json needs it"):
         hf(folder, codes=True)
 
 

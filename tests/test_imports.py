@@ -14,8 +14,8 @@ from dither import cli
 ROOT = Path(dither.__file__).parent
 
 COLUMN = (
-    *("errors", "lazy", "files", "run_lock", "versions", "console"),
-    *("spec", "settings", "ops", "nn", "optim", "snip", "numerics", "data", "checkpoint", "models", "parallel"),
+    *("errors", "lazy", "files", "settings", "run_lock", "versions", "console"),
+    *("spec", "ops", "nn", "optim", "snip", "numerics", "data", "checkpoint", "models", "parallel"),
     *("evaluate", "train", "report", "exporting", "tools", "integrations", "commands", "cli", "__main__", "dither"),
 )
 """Every folder and every module outside of folders, in the order of imports; "dither" is the package itself."""

@@ -185,7 +185,7 @@ def test_a_result_survives_its_file(tmp_path):
     path.write_text(json.dumps(made.to_dict()))
     assert read_result(path) == made
     path.write_text(json.dumps({**made.to_dict(), "curve": [1]}))
-    assert "a curve is not a list of pairs" in read_result(path)
+    assert "result.curve is a list of pairs of numbers" in read_result(path)
     path.write_text(json.dumps({**made.to_dict(), "casts": {"mxfp4": "4.5"}}))
     assert "damaged" in read_result(path)
 

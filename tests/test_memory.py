@@ -229,6 +229,22 @@ def test_states_in_host_memory_are_those_of_the_optimizer(preset, mode, states, 
     assert found.parts["states"] == pytest.approx(found.streamed) or found.parts["states"] <= 2.3 * largest
 
 
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_watched_weights_have_four_numbers_in_float32(where):
+    """That is what `OscillationReset` holds in a window."""
+    model = build("tiny")
+    dither.convert(model, "tetrajet2")
+    reset = dither.optim.OscillationReset(model, dither.optim.AdamW(model.named_parameters(), lr=1e-3))
+    reset.after_step(1)
+    held = sum(4 * tensor.numel() for movement in reset.movements.values() for tensor in movement)
+    given = {"mode": "bf16-sr", "precision": recipe("tetrajet2").default, "states_on": where}
+    peaks = [
+        estimate(shape_of(PRESETS["tiny"]), Setting(**given, watched=watched), StepPasses(sequence=64)).peak
+        for watched in (False, True)
+    ]
+    assert peaks[1] - peaks[0] == held
+
+
 def part_bytes(member, rows, shared) -> int:
     height = 1 if rows is None else (rows.stop - rows.start) / member.parameter.shape[0]
     return sum(height * kind.itemsize * size.numel() for key, (kind, size) in layout(member).items() if key not in shared)
@@ -292,9 +308,9 @@ def test_a_llama_of_a_size_has_about_that_size(parameters):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (lambda: Setting(mode="bf61-sr"), "There is no mode 'bf61-sr'.*did you mean 'bf16-sr'"),
-        (lambda: Setting(states="int3"), "There is no format of optimizer states 'int3'"),
-        (lambda: Setting(gradients="fp8"), "There is no format of gradients 'fp8'"),
+        (lambda: Setting(mode="bf61-sr"), "There is no memory.mode='bf61-sr'.*did you mean 'bf16-sr'"),
+        (lambda: Setting(states="int3"), "There is no memory.states='int3'"),
+        (lambda: Setting(gradients="fp8"), "memory.gradients is one of fp32, bf16, not 'fp8'"),
         (lambda: StepPasses(batch=0, sequence=1), "The batch is a positive integer, not 0"),
         (lambda: estimate(SIZES["1b"][0], Setting(released=True), StepPasses(number=2)), "several passes accumulate them"),
         (lambda: llama_of(12), "from 1e6 to 1e13"),

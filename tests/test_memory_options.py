@@ -162,7 +162,7 @@ def test_compiled_magnitudes_are_the_eager_ones(dtype: torch.dtype) -> None:
 
 
 def test_wrong_options_are_refused() -> None:
-    with pytest.raises(UserError, match="hold is 'both', 'one' or 'none', not 'all'"):
+    with pytest.raises(UserError, match="hold is one of both, one, none, not 'all'"):
         MemoryOptions(hold="all")  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"memory= takes a dither\.MemoryOptions, not 'one'"):
         dither.convert(nn.Sequential(nn.Linear(64, 64)), "fp8-row", memory="one")  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from torch._dynamo.backends.debugging import aot_eager
 
 import dither
 from dither import Cast, LayerPrecision, MemoryOptions, Outliers, Plan, Stream, UserError, convert, recipe, step_context
+from dither.evaluate.variants import Variants
 from dither.models import build
 from dither.nn import Conv1D, Linear, compile_blocks, freeze_base
 from dither.nn.outliers import largest
@@ -293,6 +294,14 @@ def test_plans_switch_to_outliers_and_keep_them():
 # Saved, copied, compiled ----------------------------------------------------------------------------------------------
 
 
+def test_plans_of_evaluations_have_no_outliers(tmp_path):
+    """No training has chosen any, and the loss would be that of another plan."""
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+    with pytest.raises(UserError, match="has outlier channels, which a training run chooses by its inputs"):
+        Variants(plans=(str(path),))
+
+
 def test_plans_in_json_keep_outliers(tmp_path):
     plan = replace(recipe("nvfp4").with_outliers(Outliers(share=0.05, start=500)), layers=(("*.down", LayerPrecision()),))
     assert Plan.from_json(plan.to_json()) == plan
@@ -420,13 +429,13 @@ def test_a_schedule_has_outliers_where_it_casts_to_few_bits(text, tmp_path):
         ({"share": 0}, "above 0 and below 1, not 0"),
         ({"share": -0.1}, "above 0 and below 1, not -0.1"),
         ({"share": 1.5}, "above 0 and below 1, not 1.5"),
-        ({"share": True}, "above 0 and below 1, not True"),
-        ({"share": "half"}, "above 0 and below 1"),
-        ({"share": float("nan")}, "above 0 and below 1, not nan"),
-        ({"start": -1}, "start of outlier channels is a number of steps from 0 on"),
-        ({"steps": 0}, "steps of outlier channels is a number of steps from 1 on"),
-        ({"steps": 2.0}, "steps of outlier channels"),
-        ({"cast": "mxfp8"}, "take a Cast"),
+        ({"share": True}, "outliers.share is a finite number, not True"),
+        ({"share": "half"}, "outliers.share is a finite number"),
+        ({"share": float("nan")}, "outliers.share is a finite number, not nan"),
+        ({"start": -1}, "outliers.start is an integer of at least 0"),
+        ({"steps": 0}, "outliers.steps is an integer of at least 1"),
+        ({"steps": 2.0}, "outliers.steps is an integer"),
+        ({"cast": "mxfp8"}, "outliers.cast is of type Cast"),
         ({"cast": Cast.parse("e4m3 tensor delayed(16)")}, "without transform and delayed scales"),
         ({"cast": Cast.parse("mxfp8 hadamard(32)")}, "without transform and delayed scales"),
     ],

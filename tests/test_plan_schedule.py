@@ -17,7 +17,7 @@ from dither import LayerPrecision, Plan, PlanSchedule, Sampling, UserError, chec
 from dither.models import build
 from dither.nn.compile import block_variants, compile_blocks
 from dither.ops import backend
-from dither.report import read, render
+from dither.report import Report, read
 from dither.snip import Snip, SnipSettings
 from dither.spec.plan import with_forward_casts
 from dither.train import Config, train, trainer
@@ -311,7 +311,7 @@ def test_a_run_changes_its_plan_and_says_so(text, tmp_path):
     ]
     assert found[1][2].default.casts("forward") == FP8.casts("forward")
     assert found[2][2].uncast
-    assert "the schedule has fp8-block forward from step 3 on" in render([read(tmp_path / "run")])
+    assert "the schedule has fp8-block forward from step 3 on" in Report([read(tmp_path / "run")]).html()
 
 
 def test_snip_on_top_of_a_schedule(text, tmp_path):

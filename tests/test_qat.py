@@ -25,6 +25,7 @@ from dither.nn.sites import clip_name, converted_layers
 from dither.optim.oscillation import check_precision
 from dither.settings import override
 from dither.spec.deployment import DEPLOYMENTS
+from dither.tools.inspect import inspect
 from dither.train import Config
 from dither.train import teacher as teaching
 from dither.train.config import Qat
@@ -405,6 +406,9 @@ def test_the_export_has_the_codes_of_learned_clips(format, base, tmp_path):
     weight = plain.get_submodule(name).weight
     assert torch.equal(weight, held)  # what other commands open is what the layer casts
     assert not torch.equal(weight, layer.weight)
+    seen = next(each for each in inspect(run, [layer.precision.weight]).layers if each.name == name)
+    noise = dither.fake_quantize(held.float(), layer.precision.weight) - held.float()
+    assert seen.casts[str(layer.precision.weight)].sqnr == pytest.approx(20 * torch.log10(held.float().norm() / noise.norm()))
     files = []
     if DEPLOYMENTS[format].gguf:
         for index, model in enumerate((trained, plain)):
@@ -463,6 +467,7 @@ def test_the_export_has_the_codes_of_experts(format, scales, mode, mixture, tmp_
     files, own = (load_file(tmp_path / each / "model.safetensors") for each in ("out", "own"))
     with dither.step_context(trained, step=0):
         rollout = {name: {name: values, **scale} for name, values, scale in dither.rollout_weights(trained)}
+    assert "4 matrices of experts are not inspected" in inspect(run, [dither.Cast.parse("mxfp4")]).note
     held = {key: tensor for parts in rollout.values() for key, tensor in parts.items() if "experts" in key}
     assert len(held) == 2 * 3 * (3 if format == "int4-g32" else 2)
     for written in (files, own):

@@ -58,11 +58,11 @@ def embedded(html):
 
 def page_text(folder, entries=None):
     """The text of the page of a run, which is made of `entries` first."""
-    return Page(report.render([report.read(folder if entries is None else make(folder, entries))])).text
+    return Page(report.Report([report.read(folder if entries is None else make(folder, entries))]).html()).text
 
 
 def test_a_page_has_what_the_run_has(tmp_path):
-    html = report.render([report.read(make(tmp_path / "run"))])
+    html = report.Report([report.read(make(tmp_path / "run"))]).html()
     found = Page(html)
     words = ("fp8-block", "done after 40 steps", "3.2500", "2.0549", "the output layer", "main():", "dither train 'a b.toml'")
     for word in words:
@@ -84,7 +84,7 @@ def test_a_page_has_what_the_run_has(tmp_path):
 
 def test_a_page_has_what_was_written_about_the_run(tmp_path, capsys):
     run = make(tmp_path / "run", about_txt=f"The first try.\n{EVIL}\n")
-    html = report.render([report.read(run)])
+    html = report.Report([report.read(run)]).html()
     assert "The first try." in Page(html).text
     assert EVIL in Page(html).text
     assert html.count("<script") == 2
@@ -94,7 +94,7 @@ def test_a_page_has_what_was_written_about_the_run(tmp_path, capsys):
 
 def test_a_page_loads_nothing_and_runs_nothing(tmp_path):
     runs = report.read_all([make(tmp_path / "a"), make(tmp_path / "b", plan="nvfp4")])
-    html = report.render(runs)
+    html = report.Report(runs).html()
     found = Page(html)
     (policy,) = [attributes["content"] for tag, attributes in found.elements if attributes.get("http-equiv")]
     script, style = (re.search(rf"<{tag}>(.*?)</{tag}>", html, flags=re.DOTALL)[1] for tag in ("script", "style"))
@@ -135,7 +135,7 @@ def test_whatever_a_run_says_stays_text(tmp_path):
         environment_json=json.dumps({"torch": EVIL, EVIL: EVIL, "command": ["dither", EVIL]}),
         status_json=json.dumps({"state": "stopped", "step": 42, "why": EVIL}),
     )
-    html = report.render([report.read(folder)])
+    html = report.Report([report.read(folder)]).html()
     found = Page(html)
     scripts = [attributes for tag, attributes in found.elements if tag == "script"]
     assert scripts == [{"type": "application/json", "id": "data"}, {}]
@@ -205,7 +205,7 @@ def test_what_is_missing_or_broken_is_said_and_the_rest_is_shown(tmp_path, conte
     found = report.read(folder)
     told = [sentence.split()[0] for sentence in found.missing]
     assert told == (names[1:] if content == b"" else names)  # an empty config is TOML
-    html = report.render([found])
+    html = report.Report([found]).html()
     assert "Not in this page" in html
     assert embedded(html)["charts"]["loss"]["lines"]
 
@@ -220,7 +220,7 @@ def test_links_pipes_and_large_files_are_not_read(tmp_path):
     assert "environment.json is a link." in found.missing
     assert "status.json is not a regular file." in found.missing
     assert any(sentence.startswith("plan.json has more than") for sentence in found.missing)
-    assert "secret" not in report.render([found])
+    assert "secret" not in report.Report([found]).html()
 
 
 def test_hostile_lines_of_metrics(tmp_path):
@@ -259,7 +259,7 @@ def test_hostile_lines_of_metrics(tmp_path):
     assert f"line {len(good) + 1} cannot be read: it is not JSON" in told
     assert f"and {len(bad) - 1} other lines" in told
     assert found.state == "unknown"
-    html = report.render([found])
+    html = report.Report([found]).html()
     assert len(embedded(html)["charts"]["loss"]["lines"][0]["y"]) == 40
     assert html.count("<script") == 2
 

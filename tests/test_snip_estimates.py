@@ -42,7 +42,7 @@ from dither.snip.effort import PASS, choose_effort
 from dither.snip.options import casts_of
 from dither.snip.planning import choice_of, picture, stage_sizes
 from dither.snip.probes import normal
-from dither.snip.savings import SPEEDS, costs
+from dither.snip.savings import costs
 from dither.snip.update_rules import MuonRule
 from dither.spec.recipes import RECIPES
 
@@ -50,7 +50,10 @@ FP4 = options("fp8-block,fp4-block")[-1]
 UNCAST_OR_FP4 = [
     Option(
         "/".join(levels),
-        *(cast if level == "fp4-block" else None for level, cast in zip(levels, FP4.casts.values(), strict=True)),
+        *(
+            cast if level == "fp4-block" else None
+            for level, cast in zip(levels, (FP4.input, FP4.weight, FP4.grad), strict=True)
+        ),
     )
     for levels in product(("bf16", "fp4-block"), repeat=3)
 ]
@@ -758,7 +761,7 @@ def chosen(rows, choice):
 
 def narrow(option):
     """How many of the three products have two FP4 operands, counted from the definition."""
-    fp4 = {operand: cast.format == "e2m1" for operand, cast in option.casts.items()}
+    fp4 = {operand: getattr(option, operand).format == "e2m1" for operand in ("input", "weight", "grad")}
     pairs = [("input", "weight"), ("grad", "weight"), ("grad", "input")]
     return sum(fp4[a] and fp4[b] for a, b in pairs)
 
@@ -800,13 +803,10 @@ def test_a_list_without_the_narrowest_combination_keeps_the_meaning_of_a_share()
         efficiency([], some)
 
 
-def test_fp6_is_as_fast_as_fp8_unless_speeds_say_otherwise():
+def test_fp6_is_as_fast_as_fp8():
     given = options("fp8-block,fp6-block")
     with pytest.raises(UserError, match="all cost the same in FLOPs"):
         efficiency(layers(), given)
-    assert efficiency(layers()[:1], given, speeds={**SPEEDS, 6: 3.0})[0][7] == pytest.approx(1)
-    with pytest.raises(UserError, match="no entry for 8 bits"):
-        efficiency(layers(), given, speeds={6: 1.0})
 
 
 def test_times_are_taken_as_they_are():

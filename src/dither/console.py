@@ -377,13 +377,3 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
         cells = (cell.rjust(width) if index in right else cell.ljust(width) for index, (cell, width) in pairs)
         lines.append("  ".join(cells).rstrip())
     return lines
-
-
-def printed(table: object, *, indented: bool = False) -> str:
-    """Return a table of rich as plain text, without spaces at the ends of lines and, unless `indented`, at their beginnings."""
-    from rich.console import Console
-
-    console = Console(file=io.StringIO(), width=1000, color_system=None, highlight=False, markup=False)
-    console.print(table)
-    text: str = console.file.getvalue()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() if indented else line.strip() for line in text.splitlines()).strip("\n")

@@ -1,7 +1,6 @@
 """Exceptions, and checks that raise them. Each message is a sentence that says what was given and what would work."""
 
 import difflib
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,13 +20,6 @@ class UserError(DitherError, ValueError):
 
 class PerformanceWarning(UserWarning):
     """A warning, given once, that something works but is slower than necessary."""
-
-
-def check_number(name: str, value: object, least: float, most: float) -> None:
-    """Raise unless a value is a finite number from `least` to `most`. `name` begins the message."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most or math.isinf(value):
-        limits = f"from {least:g} to {most:g}" if math.isfinite(most) else f"of at least {least:g}"
-        raise UserError(f"{name} is a number {limits}, not {value!r}.")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

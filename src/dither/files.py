@@ -31,7 +31,7 @@ MOST = 64 << 20
 """The most bytes of a config, plan, tokenizer or state. The largest tokenizers have half as many."""
 
 CHUNK = 1 << 22
-"""Bytes that are hashed at a time."""
+"""Bytes that are read at a time."""
 
 
 class Refused(Exception):  # noqa: N818 - internal: callers turn it into a UserError with the path
@@ -194,16 +194,6 @@ def read_json(path: Path, *, follow: bool = False) -> tuple[Any, bytes]:
         return from_json(data), data
     except Refused as error:
         raise Refused(f"{path.name} cannot be read: {error}") from None
-
-
-def digest(file: BinaryIO) -> str:
-    """Return the SHA-256 of a whole file, and leave it at its beginning."""
-    sha256, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK))
-    file.seek(0)
-    while count := file.readinto(buffer):  # type: ignore[attr-defined]
-        sha256.update(buffer[:count])
-    file.seek(0)
-    return sha256.hexdigest()
 
 
 def limited(work: Callable[[], Any], what: str, seconds: int = 4, memory: int = 1 << 30) -> Any:

@@ -19,6 +19,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from dither.errors import UserError, did_you_mean
+from dither.files import Refused
 
 S = TypeVar("S")
 
@@ -82,6 +83,7 @@ Count = Annotated[int, AtLeast(1)]
 Interval = Annotated[int, AtLeast(0)]
 """Steps between two events; 0 means never."""
 Share = Annotated[float, Within(0, 1)]
+Positive = Annotated[float, Within(0, open_below=True)]
 Seed = Annotated[int, AtLeast(0, bits=64)]
 
 
@@ -112,6 +114,8 @@ def _matches(value: object, hint: Any) -> bool:
         return _matches(value, args[0])
     if origin is Literal:
         return isinstance(value, str) and value in args
+    if origin in (dict, Mapping):
+        return isinstance(value, dict) and all(isinstance(key, str) and _matches(item, args[1]) for key, item in value.items())
     if origin is tuple:
         return isinstance(value, tuple) and len(value) == len(of := _items(hint, value)) and all(map(_matches, value, of))
     if args:
@@ -120,7 +124,7 @@ def _matches(value: object, hint: Any) -> bool:
         return (type(value) is float and math.isfinite(value)) or (type(value) is int and abs(value) < 1 << 1023)
     if hint is str:  # half of a surrogate pair cannot be written to a file
         return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
-    return type(value) is hint
+    return hint is Any or type(value) is hint
 
 
 def _limits(value: Any, hint: Any, of_list: bool = False) -> Iterator[tuple[Any, Any, bool]]:
@@ -215,6 +219,8 @@ def type_name(hint: Any) -> str:
         return " | ".join(map(str, args))
     if typing.get_origin(hint) is tuple:
         return f"list of {type_name(args[0])}" if args[-1] is Ellipsis else ", ".join(map(type_name, args))
+    if typing.get_origin(hint) in (dict, Mapping):
+        return "object"
     if args:
         return " | ".join(type_name(arg) for arg in args if arg is not types.NoneType)
     return {str: "text", bool: "true | false"}.get(hint) or str(hint.__name__)
@@ -223,9 +229,9 @@ def type_name(hint: Any) -> str:
 def _in_words(kind: str) -> str:
     words = {"int": "an integer", "float": "a finite number", "text": "a text in quotes", "true | false": "true or false"}
     words |= {"float, float": "a list of two numbers", "list of text": "a list of texts in quotes"}
-    words |= {"list of int": "a list of integers"}
+    words |= {"list of int": "a list of integers", "list of int, float": "a list of pairs of numbers", "object": "an object"}
     words |= {"list of int | float, text": 'a list of [step or share, recipe], as in [[0, "fp8-block"]]'}
-    return words.get(kind, f"one of {kind.replace(' | ', ', ')}" if " | " in kind else kind)
+    return words.get(kind, f"one of {kind.replace(' | ', ', ')}" if " | " in kind else f"of type {kind}")
 
 
 # Values ---------------------------------------------------------------------------------------------------------------
@@ -305,6 +311,23 @@ def from_table(cls: type[S], table: object, path: str = "", base: S | None = Non
     return cls(**given) if base is None else replace(base, **given)  # type: ignore[type-var]
 
 
+def from_object(cls: type[S], data: object) -> S:
+    """Return the dataclass that an object of JSON describes; raise `Refused` if a key or a value is not one of its fields.
+
+    >>> from_object(Within, {"least": 1, "most": 2.5}).least
+    1.0
+    """
+    known = types_of(cls)
+    if not isinstance(data, dict) or not data.keys() <= known.keys():
+        raise Refused(f"it is damaged: it has other fields than {', '.join(known)}")
+    try:
+        found = cls(**{name: _converted(value, known[name]) for name, value in data.items()})
+        check(cls.__name__.lower(), found)
+    except (TypeError, UserError) as error:  # TypeError: a field is missing
+        raise Refused(f"it is damaged: {str(error).rstrip('.')}") from None
+    return found
+
+
 def override(settings: S, changes: Iterable[str] = (), values: Mapping[str, Any] | None = None) -> S:
     """Return settings with some fields changed, each given as `section.field=value`, and checked together.
 
@@ -371,8 +394,10 @@ def _in_toml(text: str) -> Any:
 
 
 def _converted(value: object, hint: Any) -> object:
-    """Return a value of TOML as a field has it: lists are tuples, and 1 may stand for 1.0."""
+    """Return a value of TOML or JSON as a field has it: lists are tuples, and 1 may stand for 1.0."""
     args = typing.get_args(hint)
+    if is_dataclass(hint) and isinstance(value, dict):
+        return from_object(hint, value)  # type: ignore[arg-type]
     if typing.get_origin(hint) is Annotated:
         return _converted(value, args[0])
     if isinstance(value, list) and typing.get_origin(hint) is tuple:

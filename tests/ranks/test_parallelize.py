@@ -581,7 +581,7 @@ def test_errors() -> None:
 def test_more_stages_than_layers_and_bad_sizes_are_refused() -> None:
     with pytest.raises(UserError, match="2 layers cannot be divided into pp=3 stages"):
         Layout(pp=3).check(Llama(config()))
-    with pytest.raises(UserError, match="tp is a number of ranks from 1 on, not 0"):
+    with pytest.raises(UserError, match=r"parallel\.tp is an integer of at least 1, not 0"):
         Layout(tp=0)
     with pytest.raises(UserError, match="gather is one of 'weights', 'codes', not 'fp8'"):
         dither.parallelize(Llama(config()), None, gather="fp8")  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
-from dither import checkpoint, cli, files, recipe
+from dither import checkpoint, cli, files, recipe, report
 from dither.data import prepare
 from dither.train import Status, agreement
 from dither.train import config as configs
@@ -201,7 +201,7 @@ def lost_ranks(text: Path, folder: Path, count: int) -> list[Score]:
         ended(children[victim])
         said = [(folder / f"rank-{index}").read_text() for index in range(3) if index != victim]
         named = all(f"lost rank {victim}" in each.splitlines()[-1] and "Traceback" not in each for each in said)
-        state = Status.observe(out).state
+        state = report.read(out).state
         if found != [1, 1] or not named or state != ("crashed" if victim == 0 else "failed"):
             faults.append(f"{number.name} of rank {victim}: {found}, {state}: {[each[-400:] for each in said]}")
         elif code := ended(forked(lambda file=file: begin_or_resume(file), folder / "again")):
@@ -337,7 +337,7 @@ def launchers(text: Path, folder: Path, count: int) -> list[Score]:
         ended(child)
         left = [pid for path in folder.glob(f"pid-{life}-*") if not gone(pid := int(path.read_text()), began + 30)]
         slowest = max(slowest, time.monotonic() - began)
-        saved, state = checkpoint.newest(out / "checkpoints")[0], Status.observe(out)
+        saved, state = checkpoint.newest(out / "checkpoints")[0], Status.load(out)
         if left or saved is None or not max(reached) <= state.step == checkpoint.step_of(saved) or state.state != "interrupted":
             faults.append(f"life {life} at {reached}: {len(left)} ranks are left, {state}, saved {saved}: {printed(folder)}")
     code = torchrun(lambda: work(count, 0, 0), folder, 0)

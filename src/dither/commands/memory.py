@@ -175,6 +175,7 @@ def _run_of(model: str | None) -> _RunShape | None:
         compiled=config.run.compile is not False,
         released=config.optim.release_gradients,
         states_on=config.optim.states_on,
+        watched=config.oscillation.start is not None,
         memory=precision.memory,
     )
     number = 1 if data.micro_batch in (None, data.batch) else 2

@@ -75,7 +75,7 @@ def _print_model(inspected: InspectedModel) -> None:
     updates = update_rows([(layer.name, layer.update) for layer in inspected.layers if layer.update is not None])
     if updates:
         print_table(f"Updates of step {inspected.step} against the spacing of weights", UPDATE_HEADER, updates, right=[3, 4])
-    elif inspected.note:
+    if inspected.note:
         print(inspected.note)
 
 

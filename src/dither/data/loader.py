@@ -136,10 +136,6 @@ class Loader:
         """W: sequences per epoch."""
         return (len(self.tokens) - 1) // self.sequence
 
-    def epoch(self, step: int) -> float:
-        """Return the number of epochs done when a step begins."""
-        return step * self.batch_size / self.windows
-
     def order(self, step: int) -> Tensor:
         """Return the windows of the batch at a step: int64[B]. Window w begins with token w * T."""
         if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 32:

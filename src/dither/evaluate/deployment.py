@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich import box
-from rich.table import Table
 from torch import Tensor, nn
 
-from dither.console import printed
+from dither.console import aligned
 from dither.errors import UserError
 from dither.evaluate.held_out import evaluating, replaced
 from dither.nn.bitwidths import learned_blocks, less_slack, sampled_layers
@@ -153,28 +151,18 @@ class Deployment:
                 model.get_parameter(name).copy_(weight)
         model.deployed_dtype = self.dtype  # type: ignore[assignment]
 
-    def state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Return the model's state dict with the cast weights."""
-        return {**model.state_dict(), **self.weights}
-
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the weights as plain values, ready for JSON."""
         losses = {"loss_before": self.loss_before, "loss_after": self.loss_after}
         return {"layers": [dict(vars(layer)) for layer in self.layers], "bits": self.bits, **losses}
 
-    def __rich__(self) -> Table:
+    def __str__(self) -> str:
         losses = () if self.loss_before is None else (f"loss {self.loss_before:.5f} -> {self.loss_after:.5f}",)
-        caption = ", ".join([f"{self.bits:.2f} bits per weight", *losses])
-        table = Table(
-            "layer", "weights", "formats", "bits", "error", box=box.SIMPLE_HEAD, caption=caption, caption_justify="left"
-        )
+        rows = [("layer", "weights", "formats", "bits", "error")]
         for layer in self.layers:
             shares = ", ".join(f"{name} {share:.0%}" for name, share in layer.formats.items())
-            table.add_row(layer.name, f"{layer.weights:,}", shares, f"{layer.bits:.2f}", f"{layer.error:.4f}")
-        return table
-
-    def __str__(self) -> str:
-        return printed(self)
+            rows.append((layer.name, f"{layer.weights:,}", shares, f"{layer.bits:.2f}", f"{layer.error:.4f}"))
+        return "\n".join([*aligned(rows), ", ".join([f"{self.bits:.2f} bits per weight", *losses])])
 
 
 def deploy(model: nn.Module, plan: Plan, *, evaluate: Evaluate | None = None) -> Deployment:
@@ -199,7 +187,7 @@ def deploy(model: nn.Module, plan: Plan, *, evaluate: Evaluate | None = None) ->
     """
     if not isinstance(plan, Plan):
         raise UserError(f"deploy takes a Plan that casts weights, not {plan!r}; plan_from_bitwidths(model) makes one.")
-    cast_weights: dict[str, tuple[DeployedLayer, Tensor]] = {}
+    layers, weights = list[DeployedLayer](), dict[str, Tensor]()
     sites = find_sites(model)
     plan = plan.spared([site.name for site in sites])
     left_alone = reasons_left_alone(model, plan, sites, (), ())
@@ -208,29 +196,18 @@ def deploy(model: nn.Module, plan: Plan, *, evaluate: Evaluate | None = None) ->
         if site.name not in left_alone and precision is not None and precision.weight is not None:
             parameter, weight, axis = weight_of(site)
             codes = quantize(weight, precision.weight, axis=axis)
-            formats = {precision.weight.format: 1.0}
-            cast_weights[parameter] = _deployed(site.name, weight, codes.dequantize(), formats, codes.bits)
-    if not cast_weights:
+            weights[parameter] = new = codes.dequantize()
+            size, formats = weight.float().norm().item(), {precision.weight.format: 1.0}
+            error = (new.float() - weight.float()).norm().item() / size if size else 0.0
+            layers.append(DeployedLayer(site.name, weight.numel(), formats, codes.bits, error))
+    if not layers:
         raise UserError(
             f"The plan casts no weight of {type(model).__name__}: give its layers a weight such as 'e2m1 block(32)'."
         )
-    return _evaluated(model, cast_weights, evaluate)
-
-
-def _deployed(name: str, old: Tensor, new: Tensor, formats: Mapping[str, float], bits: float) -> tuple[DeployedLayer, Tensor]:
-    size = old.float().norm().item()
-    error = (new.float() - old.float()).norm().item() / size if size else 0.0
-    return DeployedLayer(name, old.numel(), formats, bits, error), new
-
-
-def _evaluated(
-    model: nn.Module, cast_weights: Mapping[str, tuple[DeployedLayer, Tensor]], evaluate: Evaluate | None
-) -> Deployment:
-    weights = {name: weight for name, (_, weight) in cast_weights.items()}
     before = after = None
     if evaluate is not None:
         with evaluating(model):
             before = float(evaluate(model))
             with replaced(model, weights):
                 after = float(evaluate(model))
-    return Deployment(tuple(layer for layer, _ in cast_weights.values()), weights, before, after)
+    return Deployment(tuple(layers), weights, before, after)

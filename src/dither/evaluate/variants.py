@@ -244,7 +244,13 @@ def parse_plan(text: str) -> Plan:
     >>> parse_plan("fp8-block") == recipe("fp8-block")
     True
     """
-    return Plan.load(text) if os.path.isfile(text) else recipe(text)
+    plan = Plan.load(text) if os.path.isfile(text) else recipe(text)
+    if any(precision is not None and precision.outliers for precision in (plan.default, *dict(plan.layers).values())):
+        raise UserError(
+            f"The plan {text!r:.200} has outlier channels, which a training run chooses by its inputs: evaluate the run, or "
+            "write the plan without them."
+        )
+    return plan
 
 
 def _on_text_of(subject: Subject, other: Subject) -> Subject:

@@ -18,10 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dither.checkpoint.format import FileTensor, read_header
 from dither.errors import UserError
-from dither.files import Refused
-from dither.models.folder_files import CONFIG, INDEX, WEIGHTS, read_json, short, weight_map
+from dither.models.folder_files import CONFIG, Shards, read_json, short
 from dither.nn import experts
 from dither.nn.frozen import FrozenExpert, FrozenExperts, FrozenLinear, StoredName
 from dither.nn.layers import replace_module
@@ -46,52 +44,6 @@ REFUSED = {
     "v_scale": "a static scale of a cache",
 }
 """Tensors beside codes that change their meaning or that of products, by the ends of their names."""
-
-
-class Shards:
-    """The tensors in the safetensors files of a folder. Each is read by itself, into memory of its own.
-
-    Args:
-        folder: A folder with model.safetensors, or with an index and the files that it names.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        where = weight_map(folder) if not (folder / WEIGHTS).exists() else None
-        self.tensors: dict[str, tuple[Path, FileTensor]] = {}
-        for name in [WEIGHTS] if where is None else sorted(set(where.values())):
-            path = folder / name
-            if not path.is_file():
-                raise UserError(f"{path} is missing, and {INDEX if where else CONFIG} needs it: download the folder again.")
-            try:
-                header, _ = read_header(path)
-            except Refused as error:
-                raise UserError(f"{folder}: {error}.") from None
-            self.tensors |= {tensor: (path, entry) for tensor, entry in header.items()}
-        for tensor, file in (where or {}).items():
-            if tensor not in self.tensors or self.tensors[tensor][0].name != file:
-                raise UserError(f"{folder / INDEX} says that {file} has the tensor {tensor[:200]!r}, but it does not.")
-        self.unread = set(self.tensors)
-        """Names of tensors that nothing has asked for yet."""
-
-    def entry(self, name: str) -> FileTensor | None:
-        """Return the dtype and the shape of a tensor, or None if there is no such tensor."""
-        return self.tensors[name][1] if name in self.tensors else None
-
-    def read(self, name: str) -> Tensor:
-        """Read a tensor."""
-        path, entry = self.tensors[name]
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
-        if tensor.numel():
-            memory = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-            with path.open("rb", buffering=0) as file:
-                file.seek(entry.begin)
-                while memory:
-                    if not (count := file.readinto(memory)):
-                        raise UserError(f"{path} ends inside of the tensor {name[:200]!r}: download the folder again.")
-                    memory = memory[count:]
-        self.unread.discard(name)
-        return tensor
 
 
 @dataclass(frozen=True)

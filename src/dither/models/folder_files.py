@@ -6,10 +6,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dither.checkpoint.format import FileTensor, read_header
 from dither.errors import UserError
 from dither.files import Refused, from_json, is_free, read
 
@@ -88,6 +90,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def weight_map(folder: Path) -> dict[str, str]:
     """Return the file of each tensor, as an index has them."""
+    if not (folder / INDEX).exists():
+        if pickles := sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth")):
+            raise UserError(
+                f"{folder} has its weights in {pickles[0][:200]!r}, a pickle, which can execute code when it is read: save the "
+                "model with safetensors."
+            )
+        raise UserError(f"{folder} has neither {WEIGHTS} nor {INDEX}.")
     where = read_json(folder / INDEX).get("weight_map")
     if not isinstance(where, dict) or not where:
         raise UserError(f"{folder / INDEX} has no 'weight_map', an object of tensors and their files.")
@@ -97,6 +106,57 @@ def weight_map(folder: Path) -> dict[str, str]:
                 f"{folder / INDEX} names a file {str(file)[:200]!r}, and files of weights are NAME.safetensors beside it."
             )
     return where
+
+
+class Shards:
+    """The tensors in the safetensors files of a folder. Each is read by itself, into memory of its own.
+
+    Args:
+        folder: A folder with model.safetensors, or with an index and the files that it names.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        where = None if (folder / WEIGHTS).exists() else weight_map(folder)
+        self.tensors: dict[str, tuple[Path, FileTensor]] = {}
+        """The file, dtype and shape of each tensor by name."""
+        there = set()
+        for name in [WEIGHTS] if where is None else sorted(set(where.values())):
+            path = folder / name
+            if not path.is_file():  # a device might never end
+                raise UserError(f"{path} is not a file, and {INDEX if where else CONFIG} needs it: download the folder again.")
+            try:
+                header, _ = read_header(path)
+            except Refused as error:
+                raise UserError(f"{path} cannot be read: {str(error).removeprefix(f'{name}: ')}.") from None
+            self.tensors |= {tensor: (path, entry) for tensor, entry in header.items()}
+            there |= {(tensor, name) for tensor in header}
+        if where is not None:
+            for tensor, file in sorted(set(where.items()) - there):
+                raise UserError(f"{folder / INDEX} says that {file} has the tensor {tensor[:200]!r}, but it does not.")
+            for tensor, file in sorted(there - set(where.items())):
+                raise UserError(f"{folder / file} has the tensor {tensor[:200]!r}, which {INDEX} does not list.")
+        self.unread = set(self.tensors)
+        """Names of tensors that nothing has asked for yet."""
+
+    def entry(self, name: str) -> FileTensor | None:
+        """Return the dtype and the shape of a tensor, or None if there is no such tensor."""
+        return self.tensors[name][1] if name in self.tensors else None
+
+    def read(self, name: str) -> Tensor:
+        """Read a tensor."""
+        path, entry = self.tensors[name]
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        if tensor.numel():
+            memory = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+            with path.open("rb", buffering=0) as file:
+                file.seek(entry.begin)
+                while memory:
+                    if not (count := file.readinto(memory)):
+                        raise UserError(f"{path} ends inside of the tensor {name[:200]!r}: download the folder again.")
+                    memory = memory[count:]
+        self.unread.discard(name)
+        return tensor
 
 
 def short(value: object) -> str:

@@ -7,39 +7,26 @@ are raised before memory is allocated for the model.
 import dataclasses
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dither.checkpoint.format import DTYPE_NAMES
 from dither.errors import UserError
 from dither.files import new_folder
 from dither.models.causal import CausalLM
-from dither.models.folder_files import (
-    CONFIG,
-    INDEX,
-    WEIGHTS,
-    WeightsWriter,
-    check_new,
-    read_json,
-    short,
-    weight_map,
-    write_json,
-)
+from dither.models.folder_files import CONFIG, WEIGHTS, Shards, WeightsWriter, check_new, read_json, short, write_json
 from dither.models.presets import check_place, empty, skeleton
 from dither.models.sizes import GPT2Config, GPTNeoConfig, LlamaConfig, ModelConfig
 from dither.models.transformers_models import HuggingFace, stored_names
 from dither.nn.norms import wide_parameters
 
-DTYPES = MappingProxyType({"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64})
-"""Dtypes of stored weights by their names in safetensors."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Dtypes of stored weights."""
 
 
 @dataclass(frozen=True)
@@ -205,113 +192,56 @@ def load_pretrained(
     if not folder.is_dir():
         raise UserError(f"A model is a folder with {CONFIG} and {WEIGHTS}, and there is no folder {str(folder)!r}.")
     family, config = _read_config(folder)
-    with _opened(folder) as files:
-        places = _renamed({name: (file, name) for file, opened in files.items() for name in opened.keys()}, family)  # noqa: SIM118
-        if config.num_hidden_layers > len(places):
+    shards = Shards(folder)
+    names = _full_names(shards, family)
+    if config.num_hidden_layers > len(names):
+        raise UserError(f"{folder / CONFIG} asks for {config.num_hidden_layers} layers, and there are {len(names)} tensors.")
+    expected = {name: tuple(weight.shape) for name, weight in skeleton(config).state_dict().items()}
+    _compare(shards, names, expected, config)
+    found = {shards.tensors[stored][1].dtype for stored in names.values()}
+    if unread := sorted(DTYPE_NAMES[each] for each in found if each not in DTYPES):
+        known = ", ".join(DTYPE_NAMES[each] for each in DTYPES)
+        raise UserError(f"{folder} has weights of type {', '.join(unread)}; {known} are read.")
+    if dtype is None and len(found) > 1:
+        several = ", ".join(sorted(DTYPE_NAMES[each] for each in found))
+        raise UserError(f"{folder} has weights of types {several}: say which with dtype=.")
+    model = empty(config, device, found.pop() if dtype is None else dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(shards.read(names[name]))
+    if config.tie_word_embeddings and (output := names.get("lm_head.weight")):
+        weight = model.embedding.weight
+        if not torch.equal(shards.read(output).to(weight.device, weight.dtype), weight):
             raise UserError(
-                f"{folder / CONFIG} asks for {config.num_hidden_layers} layers, and there are {len(places)} tensors."
+                f"{folder} has an output layer of its own, lm_head.weight, and its config says tie_word_embeddings=true."
             )
-        expected = {name: list(weight.shape) for name, weight in skeleton(config).state_dict().items()}
-        _compare(folder, places, files, expected, config)
-        found = {files[file].get_slice(name).get_dtype() for file, name in places.values()}
-        if not found <= DTYPES.keys():
-            raise UserError(
-                f"{folder} has weights of type {', '.join(sorted(found - DTYPES.keys()))}; {', '.join(DTYPES)} are read."
-            )
-        if dtype is None and len(found) > 1:
-            raise UserError(f"{folder} has weights of types {', '.join(sorted(found))}: say which with dtype=.")
-        model = empty(config, device, DTYPES[found.pop()] if dtype is None else dtype)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(_tensor(folder, files, places[name]))
-            output = places.get("lm_head.weight")
-            if config.tie_word_embeddings and output and not _same(_tensor(folder, files, output), model.embedding.weight):
-                raise UserError(
-                    f"{folder} has an output layer of its own, lm_head.weight, and its config says tie_word_embeddings=true."
-                )
     return model
 
 
-def _same(stored: Tensor, weight: Tensor) -> bool:
-    return torch.equal(stored.to(weight.device, weight.dtype), weight)
+def _full_names(shards: Shards, family: _Family) -> dict[str, str]:
+    """Return the stored names of tensors by their full names, without those that are not weights."""
+    whole = any(name.startswith(family.prefix) for name in shards.tensors)
+    names = {name if whole or name.startswith("lm_head.") else family.prefix + name: name for name in shards.tensors}
+    return {name: stored for name, stored in names.items() if not re.fullmatch(family.stale, name)}
 
 
-def _tensor(folder: Path, files: Mapping[str, Any], place: tuple[str, str]) -> Tensor:
-    file, name = place
-    try:
-        tensor: Tensor = files[file].get_tensor(name)
-    except (SafetensorError, OSError, RuntimeError) as error:
-        raise UserError(f"The tensor {name!r} of {folder / file} cannot be read: {error}.") from None
-    return tensor
-
-
-def _renamed(places: dict[str, tuple[str, str]], family: _Family) -> dict[str, tuple[str, str]]:
-    """Return tensors under their full names, without those that are not weights."""
-    if not any(name.startswith(family.prefix) for name in places):
-        places = {name if name.startswith("lm_head.") else family.prefix + name: place for name, place in places.items()}
-    return {name: place for name, place in places.items() if not re.fullmatch(family.stale, name)}
-
-
-def _compare(
-    folder: Path,
-    places: Mapping[str, tuple[str, str]],
-    files: Mapping[str, Any],
-    expected: Mapping[str, list[int]],
-    config: ModelConfig,
-) -> None:
+def _compare(shards: Shards, stored: Mapping[str, str], expected: Mapping[str, tuple[int, ...]], config: ModelConfig) -> None:
     """Raise unless the tensors match the config exactly."""
     free = {"lm_head.weight"} if config.tie_word_embeddings else set()
     for what, names in (
-        ("lacks tensors that its config asks for", [name for name in expected if name not in places and name not in free]),
-        ("also has tensors that its config does not ask for", [name for name in places if name not in expected]),
+        ("lacks tensors that its config asks for", [name for name in expected if name not in stored and name not in free]),
+        ("also has tensors that its config does not ask for", [name for name in stored if name not in expected]),
     ):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             listed = ", ".join(repr(name[:200]) for name in names[:3])
-            raise UserError(f"{folder} {what}: {listed}{more}.")
-    for name, (file, stored) in places.items():
-        if (shape := list(files[file].get_slice(stored).get_shape())) != expected[name]:
+            raise UserError(f"{shards.folder} {what}: {listed}{more}.")
+    for name, own in stored.items():
+        path, entry = shards.tensors[own]
+        if entry.shape != expected[name]:
             raise UserError(
-                f"The tensor {name!r} of {folder / file} has shape {shape}, and its config asks for {expected[name]}."
+                f"The tensor {name!r} of {path} has shape {list(entry.shape)}, and its config asks for {list(expected[name])}."
             )
-
-
-@contextmanager
-def _opened(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the open safetensors files of a folder by name; the library checks each of them, including sizes."""
-    names = [WEIGHTS]
-    where: dict[str, str] | None = None
-    if not (folder / WEIGHTS).exists():
-        if not (folder / INDEX).exists():
-            if pickles := sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth")):
-                raise UserError(
-                    f"{folder} has its weights in {pickles[0][:200]!r}, a pickle, which can execute code when it is read: "
-                    "save the model with safetensors."
-                )
-            raise UserError(f"{folder} has neither {WEIGHTS} nor {INDEX}.")
-        where = weight_map(folder)
-        names = sorted(set(where.values()))
-    files: dict[str, Any] = {}
-    with ExitStack() as stack:
-        for name in names:
-            if not (folder / name).is_file():  # a device might never end
-                raise UserError(f"{folder / name} is not a file.")
-            try:
-                files[name] = stack.enter_context(safe_open(folder / name, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise UserError(f"{folder / name} is not a complete safetensors file: {error}.") from None
-        if where is not None:
-            _check_index(folder, where, files)
-        yield files
-
-
-def _check_index(folder: Path, where: Mapping[str, str], files: Mapping[str, Any]) -> None:
-    """Raise unless the index lists every tensor with the file that it is in."""
-    there = {(tensor, name) for name, file in files.items() for tensor in file.keys()}  # noqa: SIM118
-    for tensor, name in sorted(set(where.items()) - there):
-        raise UserError(f"{folder / INDEX} says that {name} has the tensor {tensor[:200]!r}, but it does not.")
-    for tensor, name in sorted(there - set(where.items())):
-        raise UserError(f"{folder / name} has the tensor {tensor[:200]!r}, which {INDEX} does not list.")
 
 
 def _read_config(folder: Path) -> tuple[_Family, ModelConfig]:

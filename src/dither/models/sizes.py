@@ -8,12 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any, ClassVar
 
 from dither.errors import UserError
-from dither.settings import AtLeast, Count, OneOf, Within, check
+from dither.settings import AtLeast, Count, OneOf, Positive, Within, check
 from dither.spec import did_you_mean
 
 Size = Annotated[int, AtLeast(1, bits=28)]
 """A size in a config: three times its square, in bytes of float32, still fits into 64 bits."""
-Positive = Annotated[float, Within(0, open_below=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,22 +273,16 @@ def preset(name: str, **changes: Any) -> ModelConfig:
     return dataclasses.replace(PRESETS[name], **changes)
 
 
+_LLAMA = {
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "feed_forward": "intermediate_size",
+}
 NAMES: dict[str, dict[str, str]] = {
-    "llama": {
-        "layers": "num_hidden_layers",
-        "width": "hidden_size",
-        "heads": "num_attention_heads",
-        "kv_heads": "num_key_value_heads",
-        "feed_forward": "intermediate_size",
-    },
-    "mixtral": {
-        "layers": "num_hidden_layers",
-        "width": "hidden_size",
-        "heads": "num_attention_heads",
-        "kv_heads": "num_key_value_heads",
-        "feed_forward": "intermediate_size",
-        "experts": "num_local_experts",
-    },
+    "llama": _LLAMA,
+    "mixtral": {**_LLAMA, "experts": "num_local_experts"},
     "gpt2": {"layers": "n_layer", "width": "n_embd", "heads": "n_head", "feed_forward": "n_inner"},
     "gpt_neo": {
         "layers": "num_layers",
@@ -386,7 +379,7 @@ class Lora:
 
     rank: Count | None = None
     """Rank of the adapters; by default all weights are trained and there are none."""
-    alpha: Annotated[float, Within(0, open_below=True)] = 16.0
+    alpha: Positive = 16.0
     """Adapters are multiplied by alpha / rank."""
     dropout: Annotated[float, Within(0, 1, open_above=True)] = 0.0
     """Probability with which inputs of adapters are dropped in training."""

@@ -12,13 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rich import box
-from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dither.console import printed
+from dither.console import aligned
 from dither.errors import UserError
 from dither.nn.linear import Linear
 from dither.nn.sampling import BITWIDTHS
@@ -210,17 +208,14 @@ class EffectivePrecision:
         """Return plain values, ready for JSON."""
         return {"layers": [dict(vars(layer)) for layer in self.layers], "total": dict(vars(self.total))}
 
-    def __rich__(self) -> Table:
+    def __str__(self) -> str:
         formats, steps = list(self.total.formats), list(self.total.histogram)
-        table = Table("layer", "weights", "mean", "min", "max", *(f"<= {b}" for b in steps), *formats, box=box.SIMPLE_HEAD)
+        rows = [("layer", "weights", "mean", "min", "max", *(f"<= {b}" for b in steps), *formats)]
         for row in (*self.layers, self.total):
             numbers = (f"{number:.2f}" for number in (row.mean, row.min, row.max))
             shares = [*(row.histogram.get(b, 0.0) for b in steps), *(row.formats.get(name, 0.0) for name in formats)]
-            table.add_row(row.name, f"{row.weights:,}", *numbers, *(f"{share:.0%}" if share else "" for share in shares))
-        return table
-
-    def __str__(self) -> str:
-        return printed(self)
+            rows.append((row.name, f"{row.weights:,}", *numbers, *(f"{share:.0%}" if share else "" for share in shares)))
+        return "\n".join(aligned(rows))
 
 
 def effective_precision(model: nn.Module, *, formats: Sequence[str] = DEPLOYABLE, slack: float = 0.0) -> EffectivePrecision:
@@ -238,11 +233,10 @@ def effective_precision(model: nn.Module, *, formats: Sequence[str] = DEPLOYABLE
     >>> with torch.no_grad():  # as if they had learned
     ...     _ = model[0].bitwidth.copy_(torch.tensor([[0.0, 1.0]]))
     >>> print(effective_precision(model))
-    layer   weights   mean   min    max    <= 3   <= 5   e2m1   e4m3
-    ──────────────────────────────────────────────────────────────────
-    0       2,048     4.00   3.00   5.00   50%    50%    50%    50%
-    2       2,048     5.00   5.00   5.00          100%          100%
-    total   4,096     4.50   3.00   5.00   25%    75%    25%    75%
+    layer  weights  mean  min   max   <= 3  <= 5  e2m1  e4m3
+    0      2,048    4.00  3.00  5.00  50%   50%   50%   50%
+    2      2,048    5.00  5.00  5.00        100%        100%
+    total  4,096    4.50  3.00  5.00  25%   75%   25%   75%
     """
     learned = [(name, *learned_blocks(name, layer)) for name, layer in sampled_layers(model).items()]
     layers = tuple(_summary(name, b_t, counts, formats, slack) for name, b_t, counts in learned)

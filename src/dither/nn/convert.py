@@ -19,12 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich import box
-from rich.console import Group
-from rich.table import Table
 from torch import nn
 
-from dither.console import printed
+from dither.console import aligned
 from dither.errors import PerformanceWarning, UserError
 from dither.nn.bitwidths import learned_parameters, watch_guidance
 from dither.nn.experts import ExpertsLinear
@@ -265,8 +262,8 @@ class Conversion:
             "left_alone": [module.to_dict() for module in self.left_alone],
         }
 
-    def __rich__(self) -> Group:
-        table = Table("layers", "count", "out x in", *OPERANDS, "engines", "share", box=box.SIMPLE_HEAD)
+    def __str__(self) -> str:
+        rows = [("layers", "count", "out x in", *OPERANDS, "engines", "share")]
         rest = [f"compute {self.plan.compute}; parameters {self.plan.parameters or 'as they were'}"]
         if self.plan.compute != "fp32" and any(
             each.is_cuda and each.dtype == torch.float32 for each in self.model.parameters()
@@ -280,16 +277,13 @@ class Conversion:
             casts = (first.precision.cell(operand) for operand in OPERANDS)
             engines = first.engines[0] if len(set(first.engines)) == 1 else ", ".join(first.engines)
             size = f"{first.out_features} x {first.in_features}"
-            table.add_row(pattern, str(len(layers)), size, *casts, engines, f"{sum(layer.share for layer in layers):.1%}")
+            rows.append((pattern, str(len(layers)), size, *casts, engines, f"{sum(layer.share for layer in layers):.1%}"))
             instead = "runs uncast" if first.precision.uncast else "multiplies in float32"
             rest += [f"{instead}: {pattern} ({len(layers)}): {first.note}"] * bool(first.note)
         for pattern, modules in alike(self.left_alone, attrgetter("name"), lambda module: module.reason):
             share = f", {sum(module.share for module in modules):.1%}" if modules[0].share else ""
             rest.append(f"left alone: {pattern} ({len(modules)}{share}): {modules[0].reason}")
-        return Group(table, *rest)
-
-    def __str__(self) -> str:
-        return printed(self, indented=True)
+        return "\n".join([*aligned(rows), "", *rest])
 
 
 def alike(entries: Iterable[Any], name: Callable[[Any], str], key: Callable[[Any], object]) -> Iterator[tuple[str, list[Any]]]:

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dither.errors import UserError
+from dither.settings import Count, check
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
 """The dimensions of a mesh, outermost first: ranks that exchange most are next to each other."""
@@ -23,19 +24,17 @@ class Layout:
     'dp_shard=4 tp=2'
     """
 
-    dp_replicate: int = 1
+    dp_replicate: Count = 1
     """Replicas of the model, each trained on its part of the batch; gradients are all-reduced."""
-    dp_shard: int = 1
+    dp_shard: Count = 1
     """Ranks that shard weights, gradients and optimizer states by FSDP2, each trained on its part of the batch."""
-    tp: int = 1
+    tp: Count = 1
     """Ranks that share the features of each layer by tensor parallelism. They see the same tokens."""
-    pp: int = 1
+    pp: Count = 1
     """Stages of a pipeline, each with some of the layers."""
 
     def __post_init__(self) -> None:
-        for name, size in self.sizes.items():
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise UserError(f"The layout's {name} is a number of ranks from 1 on, not {size!r}.")
+        check("parallel", self)
 
     @property
     def sizes(self) -> dict[str, int]:

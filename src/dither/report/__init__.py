@@ -2,7 +2,6 @@
 
 from dither.report.figures import line_images as line_images
 from dither.report.page import Report as Report
-from dither.report.page import render as render
 from dither.report.page import write as write
 from dither.report.run_folder import RunFolder as RunFolder
 from dither.report.run_folder import read as read

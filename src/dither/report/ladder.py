@@ -9,7 +9,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from dither import files
 from dither.errors import UserError
 from dither.evaluate.estimates import Estimate, estimate
 from dither.report.charts import Line, LineChart
-from dither.report.run_folder import number
+from dither.settings import from_object
 
 FORMAT, VERSION = "dither-ladder-run", 1
 """The format of a result's file; files of another version are refused."""
@@ -93,22 +93,10 @@ class Result:
     def from_dict(cls, data: Any) -> "Result":
         """Return the result of a file's content; raise `Refused` for anything else."""
         files.check_version(data, FORMAT, VERSION, "dither ladder")
-        given: dict[str, Any] = {each.name: data.get(each.name) for each in fields(cls)} | {"casts": data.get("casts", {})}
-        numbers, optional = ("ratio", "parameters", "tokens", "seconds"), ("loss", "bits_per_byte", "tokens_per_s", "memory")
-        sound = None not in [number(given[name]) for name in numbers]
-        sound &= all(given[name] is None or number(given[name]) is not None for name in optional)
-        sound &= all(isinstance(given[name], str) for name in ("arm", "model", "kind", "status", "why"))
-        sound &= type(given["seed"]) is int and all(isinstance(given[name], dict) for name in ("machine", "config", "casts"))
-        sound = sound and None not in [number(loss) for loss in given["casts"].values()]
-        sound &= given["status"] in ("diverged", "failed") or (given["status"] == "done" and number(given["loss"]) is not None)
-        if not sound:
-            raise files.Refused("it is damaged: a value is missing or of another type")
-        try:
-            for name in ("held_out", "curve"):
-                given[name] = tuple((int(tokens), float(loss)) for tokens, loss in given[name])
-        except (TypeError, ValueError):
-            raise files.Refused("it is damaged: a curve is not a list of pairs of numbers") from None
-        return cls(**given)
+        found = from_object(cls, {key: value for key, value in data.items() if key not in ("format", "version")})
+        if found.status == "done" and found.loss is None:
+            raise files.Refused("it is damaged: a run that is done has no loss")
+        return found
 
 
 def read_result(path: Path) -> Result | str:

@@ -339,14 +339,6 @@ class Report:
         )
 
 
-def render(runs: Sequence[RunFolder], comparison: Comparison | None = None) -> str:
-    """Return the page of one run or several as HTML; the same runs give the same bytes.
-
-    Several runs are compared: as in `comparison`, or else as `Comparison.of_runs` groups them.
-    """
-    return Report(runs, comparison).html()
-
-
 def write(folders: Sequence[str | Path], out: str | Path | None = None, comparison: Comparison | None = None) -> Path:
     """Read the runs in `folders`, write their page atomically, and return its path.
 

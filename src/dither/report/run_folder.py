@@ -7,7 +7,6 @@ plot cannot show (NaN, Infinity, above 1e30) count as missing. Imports nothing f
 import json
 import os
 import re
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from dither import files, run_lock
 from dither.console import Tick
 from dither.errors import UserError
 from dither.files import Refused
+from dither.settings import parse
 from dither.spec import Plan
 
 LARGEST_METRICS, LARGEST_BRIEF = 256 << 20, 32 << 20
@@ -288,13 +288,11 @@ def _config(folder: Path, missing: list[str]) -> tuple[str, dict[str, Any]]:
     text = ""
     try:
         text = files.read(folder / "config.toml").decode()
-        return text, tomllib.loads(text)
+        return text, parse(text)
     except Refused as error:
         missing.append(f"{error}.")
-    except RecursionError:
-        missing.append("config.toml is not TOML: it has too many levels.")
-    except (ValueError, TypeError, AttributeError) as error:
-        missing.append(f"config.toml is not TOML: {str(error).splitlines()[0]}.")
+    except ValueError as error:  # of UTF-8, or a UserError of TOML
+        missing.append(f"config.toml is refused: {str(error).splitlines()[0].rstrip('.')}.")
     return text, {}
 
 

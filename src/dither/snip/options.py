@@ -35,11 +35,6 @@ class Option:
     overrides: tuple[Override, ...] = ()
     """Casts of single operands in single products that differ from the above."""
 
-    @property
-    def casts(self) -> dict[str, Cast | None]:
-        """Return the casts by operand, without overrides."""
-        return {operand: getattr(self, operand) for operand in OPERANDS}
-
     @cached_property
     def precision(self) -> LayerPrecision:
         """Return the option as a LayerPrecision, as plans have it."""

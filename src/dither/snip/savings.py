@@ -84,8 +84,6 @@ def costs(
     layers: Sequence[LayerStatistics],
     options: Sequence[Option],
     times: LayerTimes | None = None,
-    *,
-    speeds: Mapping[int, float] = SPEEDS,
 ) -> list[list[float]]:
     """Return the cost of each layer in each option: its fraction of the model's FLOPs divided by their speed, or seconds.
 
@@ -97,8 +95,7 @@ def costs(
     if times is not None:
         return [[times.of(layer.name, (layer.M, layer.N, layer.K), option) for option in options] for layer in layers]
     per_product = [
-        [1 / min(_speed(cast, speeds) for cast in option.precision.casts(product)) for product in PRODUCTS]
-        for option in options
+        [1 / min(_speed(cast) for cast in option.precision.casts(product)) for product in PRODUCTS] for option in options
     ]
     return [[share * math.fsum(products) / 3 for products in per_product] for share in shares(layers)]
 
@@ -107,8 +104,6 @@ def efficiency(
     layers: Sequence[LayerStatistics],
     options: Sequence[Option],
     times: LayerTimes | None = None,
-    *,
-    speeds: Mapping[int, float] = SPEEDS,
 ) -> list[list[float]]:
     """Return the fraction of the possible savings that each layer contributes in each option, as `solve` takes it.
 
@@ -118,12 +113,12 @@ def efficiency(
     >>> [[round(share, 3) for share in row] for row in efficiency(layers, options("fp8-block,fp4-block"))]
     [[0.0, 0.0, 0.0, 0.111, 0.0, 0.111, 0.111, 0.333], [0.0, 0.0, 0.0, 0.222, 0.0, 0.222, 0.222, 0.667]]
     """
-    taken = costs(layers, options, times, speeds=speeds)
+    taken = costs(layers, options, times)
     most = [max(row) for row in taken]
     if times is not None:
         possible = math.fsum(slow - min(row) for slow, row in zip(most, taken, strict=True))
     else:  # the savings of the narrowest format for all operands, whether or not there is such an option
-        found = {_speed(cast, speeds) for option in options for each in PRODUCTS for cast in option.precision.casts(each)}
+        found = {_speed(cast) for option in options for each in PRODUCTS for cast in option.precision.casts(each)}
         possible = 1 / min(found) - 1 / max(found)
         most = [share / min(found) for share in shares(layers)]
     if possible <= 0:
@@ -142,12 +137,9 @@ def shares(layers: Sequence[LayerStatistics]) -> list[float]:
     return [each / sum(work) for each in work]
 
 
-def _speed(cast: Cast | None, speeds: Mapping[int, float]) -> float:
+def _speed(cast: Cast | None) -> float:
     bits = 16 if cast is None else cast.element.bits  # uncast operands are multiplied in bf16
-    wide = [known for known in speeds if known >= bits]
-    if not wide:
-        raise UserError(f"The speeds have no entry for {bits} bits, those of {cast}: they end at {max(speeds)}.")
-    return speeds[min(wide)]
+    return SPEEDS[min(known for known in SPEEDS if known >= bits)]
 
 
 # Measuring times -------------------------------------------------------------------------------------------------------

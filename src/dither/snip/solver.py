@@ -114,9 +114,6 @@ def frontier(
     *,
     targets: int | Iterable[float] = 21,
     stages: Sequence[int] | None = None,
-    times: Rows | None = None,
-    pinned: Mapping[int, int] | None = None,
-    seconds: float = SECONDS,
 ) -> tuple[Solution, ...]:
     """Return the trade-off of harm and efficiency: one solution per target.
 
@@ -128,11 +125,9 @@ def frontier(
     if isinstance(targets, int):
         if targets < 2:
             raise UserError(f"A frontier has two targets or more, not {targets}.")
-        most = largest_target(harm, efficiency, stages=stages, times=times, pinned=pinned)
+        most = largest_target(harm, efficiency, stages=stages)
         targets = [most * step / (targets - 1) for step in range(targets)]
-    return tuple(
-        solve(harm, efficiency, target=target, stages=stages, times=times, pinned=pinned, seconds=seconds) for target in targets
-    )
+    return tuple(solve(harm, efficiency, target=target, stages=stages) for target in targets)
 
 
 def largest_target(

@@ -23,8 +23,8 @@ from dither.spec.layer import SAMPLINGS as SAMPLINGS
 from dither.spec.layer import SWIGLU_CAST as SWIGLU_CAST
 from dither.spec.layer import LayerPrecision as LayerPrecision
 from dither.spec.layer import MemoryOptions as MemoryOptions
+from dither.spec.layer import Outliers as Outliers
 from dither.spec.layer import Override as Override
-from dither.spec.outliers import Outliers as Outliers
 from dither.spec.patterns import matches as matches
 from dither.spec.plan import COMPUTE as COMPUTE
 from dither.spec.plan import PLAN_KEYS as PLAN_KEYS

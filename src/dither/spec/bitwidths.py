@@ -27,14 +27,6 @@ Uniform noise can be arbitrarily close to zero and then vanishes in any format, 
 paper's, which counts in sixteenths: the bounds hold for draws with |R| >= 1/16, seven of eight. `none` has no bound.
 """
 
-VARIANCE = {
-    "rounded_normal": 75 / 256,
-    "rounded_normal_exact": sum((2 * k - 1) * math.erfc((2 * k - 1) / math.sqrt(2)) for k in range(1, 5)),
-    "uniform": 1 / 12,
-    "none": 0.0,
-}
-"""The mean of R^2: for rounded normal noise 1 * 18/64 + 4 * 3/1024, for the exact one the sum of (2k - 1) P(|R| >= k)."""
-
 DEPLOYABLE = ("e2m1", "e3m2", "e4m3", "bf16", "fp16", "fp32")
 """Formats that trained weights are cast to, from narrow to wide. e2m3 is left out: its range carries no more than e2m1."""
 

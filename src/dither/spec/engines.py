@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from dither.errors import UserError
 from dither.files import Refused, from_json, read_text
+from dither.settings import from_object
 from dither.spec import PRODUCTS, Cast, LayerPrecision, Transform, did_you_mean
 from dither.spec.levels import CONTAINERS
 
@@ -328,15 +329,12 @@ class Verified:
             data: Any = from_json(text.encode())
         except (Refused, UnicodeEncodeError) as error:
             raise UserError(f"This cannot be read as a list of engines: {error}.") from None
-        texts = ("gpu", "torch", "cuda", "dither")
-        known = {"version", "capability", "engines", *texts}
-        whole = isinstance(data, dict) and set(data) == known and data["version"] == VERIFIED_VERSION
-        whole = whole and all(isinstance(data[name], str) for name in texts)
-        whole = whole and _is_list(data["engines"], str) and _is_list(data["capability"], int) and len(data["capability"]) == 2
-        if not whole:
-            raise UserError("This is not a list of engines: `dither doctor --engines FILE` writes one.")
-        major, minor = data["capability"]
-        return cls(data["gpu"], (major, minor), data["torch"], data["cuda"], data["dither"], tuple(data["engines"]))
+        try:
+            if not isinstance(data, dict) or data.pop("version", None) != VERIFIED_VERSION:
+                raise Refused(f"it has no version {VERIFIED_VERSION}")
+            return from_object(cls, data)
+        except Refused as error:
+            raise UserError(f"This is not a list of engines: `dither doctor --engines FILE` writes one; {error}.") from None
 
     def save(self, path: str | Path) -> None:
         """Write the record to a file as JSON."""
@@ -354,10 +352,6 @@ class Verified:
 
 
 VERIFIED_VERSION = 1
-
-
-def _is_list(value: object, kind: type) -> bool:
-    return isinstance(value, list) and all(isinstance(item, kind) and not isinstance(item, bool) for item in value)
 
 
 def _shown(value: object) -> str:

@@ -5,12 +5,13 @@ float32 master weights, norms and gradients), bf16-rn (bfloat16, rounded to near
 stochastically). A mode is not a recipe: the recipe `bf16` is the mode o1, the recipe `bf16-pure` the mode bf16-rn.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Annotated
 
 from dither.errors import UserError
+from dither.settings import AtLeast, Positive, Within, check
 from dither.spec.formats import TABLE
 from dither.spec.plan import Plan
 from dither.spec.recipes import AUTO as AUTO
@@ -73,33 +74,20 @@ class LossScaling:
     2000
     """
 
-    init_scale: float = 65536.0
+    init_scale: Positive = 65536.0
     """The first scale."""
-    growth_factor: float = 2.0
+    growth_factor: Annotated[float, Within(1, open_below=True)] = 2.0
     """Factor applied to the scale after growth_interval consecutive steps without overflow."""
-    backoff_factor: float = 0.5
+    backoff_factor: Annotated[float, Within(0, 1, open_below=True, open_above=True)] = 0.5
     """Factor applied to the scale after an overflow. The step that overflowed is skipped."""
-    growth_interval: int = 2000
+    growth_interval: Annotated[int, AtLeast(1, bits=31)] = 2000
     """Number of consecutive steps without overflow before the scale grows."""
-    max_scale: float = 2.0**24
+    max_scale: Annotated[float, Within(0, TABLE["fp32"].max, open_below=True)] = 2.0**24
     """Largest scale."""
 
     def __post_init__(self) -> None:
-        largest = TABLE["fp32"].max
-        for name, low, high, words in (
-            ("max_scale", 0.0, largest, f"above 0 and at most {largest:g}, float32's largest"),
-            ("init_scale", 0.0, self.max_scale, f"above 0 and at most loss_scaling.max_scale={self.max_scale!r:.40}"),
-            ("growth_factor", 1.0, largest, "above 1"),
-        ):
-            if not _number(value := getattr(self, name)) or not low < value <= high:
-                raise UserError(f"loss_scaling.{name} is a number {words}, not {value!r:.40}.")
-        if not _number(self.backoff_factor) or not 0 < self.backoff_factor < 1:
-            raise UserError(f"loss_scaling.backoff_factor is a number above 0 and below 1, not {self.backoff_factor!r:.40}.")
-        if type(self.growth_interval) is not int or not 1 <= self.growth_interval < 1 << 31:
+        check("loss_scaling", self)
+        if self.init_scale > self.max_scale:
             raise UserError(
-                f"loss_scaling.growth_interval is an integer of at least 1 and below 2^31, not {self.growth_interval!r:.40}."
+                f"loss_scaling.init_scale={self.init_scale:g} is above loss_scaling.max_scale={self.max_scale:g}: reduce it."
             )
-
-
-def _number(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]

@@ -16,8 +16,7 @@ from dither.files import Refused, from_json, read_text
 from dither.spec import registry
 from dither.spec.cast import Cast, Scale
 from dither.spec.formats import Format
-from dither.spec.layer import OPERANDS, PRODUCTS, LayerPrecision, Override
-from dither.spec.outliers import Outliers
+from dither.spec.layer import OPERANDS, PRODUCTS, LayerPrecision, Outliers, Override
 from dither.spec.patterns import BOTH, check_pattern, escape, literal, matches
 from dither.spec.sampling import Sampling
 

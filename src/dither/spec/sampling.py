@@ -1,11 +1,11 @@
 """Sampling: noise in place of quantization, and the guidance of its bitwidths (GaussWS)."""
 
-import math
 import re
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from dither.errors import UserError, check_number, checked_keys, did_you_mean
+from dither.errors import UserError, checked_keys
+from dither.settings import Within, check
 from dither.spec.patterns import check_pattern, matches
 
 Noise = Literal["rounded_normal", "rounded_normal_exact", "uniform", "none"]
@@ -14,16 +14,20 @@ Beyond = Literal["clamp", "warn"]
 NOISES: tuple[Noise, ...] = get_args(Noise)
 """Distributions of R."""
 
+MOST_BITS = 32.0
+"""The largest bitwidth. float32 has 24 significant bits, so noise at 32 vanishes."""
+Bitwidth = Annotated[float, Within(0, MOST_BITS)]
+
 
 @dataclass(frozen=True)
 class WeightDecay:
     """Guidance by decay: the optimizer shrinks the bitwidths b_i toward 0, and so b_t toward `b_target`."""
 
-    rate: float = 0.1
+    rate: Annotated[float, Within(0)] = 0.1
     """The weight decay of the bitwidths' parameter group."""
 
     def __post_init__(self) -> None:
-        check_number("The rate of WeightDecay", self.rate, 0.0, math.inf)
+        check("weight_decay", self)
 
     def __str__(self) -> str:
         return f"decay({self.rate:g})"
@@ -33,11 +37,11 @@ class WeightDecay:
 class BitwidthLoss:
     """Guidance by loss: `weight / n * sum |b_t - b_target|` over the n blocks of a model, computed by `bitwidth_loss`."""
 
-    weight: float = 1e-4
+    weight: Annotated[float, Within(0)] = 1e-4
     """The paper's lambda."""
 
     def __post_init__(self) -> None:
-        check_number("The weight of BitwidthLoss", self.weight, 0.0, math.inf)
+        check("bitwidth_loss", self)
 
     def __str__(self) -> str:
         return f"loss({self.weight:g})"
@@ -57,9 +61,9 @@ class Sampling:
     """Distribution of R: rounded_normal (GaussWS), rounded_normal_exact (round(N(0, 1) / 2)), uniform (DiffQ), or none (0)."""
     block: int = 32
     """Width of blocks, a power of two from 8 to 128: weights have block x block, inputs 1 x block."""
-    b_init: float = 6.0
+    b_init: Bitwidth = 6.0
     """b_t at the beginning of training."""
-    b_target: float = 4.0
+    b_target: Bitwidth = 4.0
     """The value toward which guidance moves b_t; at most b_init."""
     parts: str = "all"
     """Sampled layers: all, qkv, out, up (with gates), down, od (out and down), or a pattern of names as in a plan's rules."""
@@ -71,28 +75,21 @@ class Sampling:
     """Treatment of a b_t above `safe_bitwidth`, where noise can vanish in rounding: warn once, or also clamp it there."""
 
     def __post_init__(self) -> None:
-        for name, choices in (("noise", NOISES), ("beyond", get_args(Beyond))):
-            if (value := getattr(self, name)) not in choices:
-                hint = did_you_mean(value, choices) if isinstance(value, str) else ""
-                raise UserError(f"A Sampling's {name} is one of {', '.join(map(repr, choices))}, not {value!r}{hint}.")
+        check("sampling", self)
         if self.block not in SAMPLING_BLOCKS or isinstance(self.block, bool):
             raise UserError(f"The blocks of a Sampling are {', '.join(map(str, SAMPLING_BLOCKS))} wide, not {self.block!r}.")
-        for name in ("b_init", "b_target"):
-            check_number(f"The {name} of a Sampling", getattr(self, name), 0.0, MOST_BITS)
         if self.b_init < self.b_target:
             raise UserError(
                 f"Bitwidths decrease from b_init to b_target, and b_init={self.b_init:g} is less than "
                 f"b_target={self.b_target:g}: exchange them, or set both to the same number."
             )
-        if not isinstance(self.parts, str) or not self.parts:
+        if not self.parts:
             raise UserError(
                 f"The parts of a Sampling are one of {', '.join(PARTS)}, or a pattern of names, not {self.parts!r}."
             )
         check_pattern(self.parts)
-        if not isinstance(self.recompute, bool):
-            raise UserError(f"The recompute of a Sampling is true or false, not {self.recompute!r}.")
         kinds = [type(guide) for guide in self.guides]
-        if not set(kinds) <= {WeightDecay, BitwidthLoss} or len(set(kinds)) < len(kinds):
+        if len(set(kinds)) < len(kinds):
             raise UserError(
                 "The guidance of a Sampling is a WeightDecay, a BitwidthLoss, a tuple with one of each, or (), "
                 f"not {self.guidance!r}."
@@ -145,9 +142,6 @@ class Sampling:
 
 
 SAMPLING_BLOCKS = (8, 16, 32, 64, 128)
-
-MOST_BITS = 32.0
-"""The largest bitwidth. float32 has 24 significant bits, so noise at 32 vanishes."""
 
 GUIDES: dict[type[WeightDecay] | type[BitwidthLoss], str] = {WeightDecay: "weight_decay", BitwidthLoss: "bitwidth_loss"}
 """Names of the kinds of guidance in JSON."""

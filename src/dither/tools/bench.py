@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from dither import files
 from dither.console import Tick
 from dither.errors import UserError
 from dither.report.ladder import markdown_table
-from dither.report.run_folder import number
+from dither.settings import Count, Positive, from_object
 from dither.versions import versions
 
 FORMAT, VERSION = "dither-bench", 1
@@ -67,7 +67,7 @@ class Beside:
     """A time to compare with: of a peer, or of a limit."""
 
     name: str
-    ms: float | None = None
+    ms: Positive | None = None
     """Milliseconds; None if it was not measured."""
     why: str = ""
     """The reason, if it was not measured."""
@@ -80,15 +80,15 @@ class Row:
     suite: str
     name: str
     """It includes the sizes: rows of the same name are comparable."""
-    ms: float | None = None
+    ms: Positive | None = None
     """Milliseconds; None if it was not measured."""
     peers: tuple[Beside, ...] = ()
     """The same work by other means."""
     limit: Beside | None = None
     """The least time that the device allows, from a copy or a product of the same run."""
-    tokens: int | None = None
+    tokens: Count | None = None
     """Tokens of a training step."""
-    peak_gib: float | None = None
+    peak_gib: Positive | None = None
     """Peak of allocated memory of a GPU."""
     why: str = ""
     """The reason, if it was not measured."""
@@ -290,11 +290,7 @@ class Results:
     def from_dict(cls, data: Any) -> "Results":
         """Return the results of a file's content; raise `Refused` for anything else."""
         files.check_version(data, FORMAT, VERSION, "dither bench")
-        machine, rows, source = data.get("machine"), data.get("rows"), data.get("source", "")
-        texts = [*machine.items(), ("source", source)] if isinstance(machine, dict) else [(None, None)]
-        if not isinstance(rows, list) or not all(isinstance(text, str) for pair in texts for text in pair):
-            raise files.Refused("it is damaged: the machine or the rows are missing")
-        return cls(machine=machine or {}, rows=tuple(map(_row, rows)), source=source)
+        return from_object(cls, {key: value for key, value in data.items() if key not in ("format", "version")})
 
     def with_row(self, row: Row) -> "Results":
         """Return the results with one more row, in place of one of the same name."""
@@ -349,27 +345,6 @@ def digits(value: float) -> str:
     ('1234', '12.3', '0.963', '0.000123')
     """
     return f"{value:.0f}" if value >= 100 else f"{value:#.3g}"
-
-
-def _row(data: Any) -> Row:
-    """Return a row of a file; raise `Refused` for anything else."""
-
-    def sound(given: Any, kind: type) -> dict[str, Any]:
-        if not isinstance(given, dict) or not set(given) <= {each.name for each in fields(kind)}:
-            raise files.Refused("it is damaged: a row is no object, or has other fields")
-        texts = [given.get(name, "") for name in ("suite", "name", "why")]
-        positive = [number(given[name]) or 0 for name in ("ms", "tokens", "peak_gib") if given.get(name) is not None]
-        if not given.get("name") or not all(isinstance(text, str) for text in texts) or not all(each > 0 for each in positive):
-            raise files.Refused("it is damaged: a value is missing or of another type")
-        return given
-
-    given = sound(data, Row)
-    peers, limit = given.get("peers", []), given.get("limit")
-    if not isinstance(peers, list):
-        raise files.Refused("it is damaged: peers are no list")
-    others = [Beside(**sound(each, Beside)) for each in (*peers, *([limit] if limit is not None else []))]
-    parts = {"suite": "", **given, "peers": tuple(others[: len(peers)]), "limit": others[-1] if limit is not None else None}
-    return Row(**parts)
 
 
 def read(path: Path) -> Results:

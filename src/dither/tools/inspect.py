@@ -15,8 +15,10 @@ from dither.console import Stage, silent
 from dither.errors import UserError
 from dither.models.open import find_model, open_model, with_decoded
 from dither.models.presets import skeleton
+from dither.nn import experts
+from dither.nn.clipping import clipped
 from dither.nn.convert import reasons_left_alone
-from dither.nn.sites import find_sites, weight_of
+from dither.nn.sites import clip_name, find_sites, weight_of
 from dither.numerics.counts import COUNTS, SAMPLE, cast_counts
 from dither.numerics.monitor import MeasuredUpdate, WeightUpdate, last_update
 from dither.ops.backend import implementation
@@ -113,6 +115,9 @@ def inspect(path: str | Path, casts: Sequence[Cast], stage: Stage = silent) -> I
         tensors = with_decoded(tensors, plain)
         note, updates = _updates(plain, tensors)
         weights = [each._replace(update=updates.get(each.name)) for each in _of_checkpoint(where, tensors, plain)]
+        if count := sum(f".{experts.NAME}." in name for name in plain["layers"]):
+            left = f"{count} matrices of experts are not inspected: export the run in BF16, and inspect that folder."
+            note = f"{note} {left}".strip()
     return InspectedModel(str(where), int(plain["step"]), _all_inspected(weights, casts, stage), note)
 
 
@@ -135,7 +140,10 @@ def _of_model(model: nn.Module) -> Iterator[_Weight]:
 
 
 def _of_checkpoint(where: Path, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> Iterator[_Weight]:
-    """Yield the weights of converted layers. Those of Conv1D are [in, out]: biases have the length of the second dimension."""
+    """Yield the weights of converted layers as they are cast, without experts.
+
+    Those of Conv1D are [in, out]: biases have the length of the second dimension.
+    """
     names = list(plain.get("layers") or ())
     if not names:
         raise UserError(f"The checkpoint {str(where)!r} has no converted layer: there is nothing to inspect.")
@@ -145,7 +153,8 @@ def _of_checkpoint(where: Path, tensors: Mapping[str, Tensor], plain: Mapping[st
         bias is not None and weights[name].shape[0] != len(bias) == weights[name].shape[1] for name, bias in biases.items()
     )
     for name, weight in weights.items():
-        yield _Weight(name, weight, 0 if across else 1)
+        axis, clip = 0 if across else 1, tensors.get(f"model:{clip_name(f'{name}.weight')}")
+        yield _Weight(name, weight if clip is None else clipped(weight, clip, axis), axis)
 
 
 def _inspected(found: _Weight, casts: Sequence[Cast]) -> InspectedWeight:

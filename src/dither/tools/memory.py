@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from dither.errors import UserError
 from dither.files import Refused, from_json, read
 from dither.models import PRESETS, parameter_count
 from dither.models.sizes import Model, ModelConfig
 from dither.parallel.layout import Layout
+from dither.settings import OneOf, check
 from dither.spec import SWIGLU_CAST, Cast, LayerPrecision, MemoryOptions, did_you_mean
 from dither.spec.engines import container
 from dither.spec.formats import TABLE, Format
@@ -155,17 +156,17 @@ class Storage(NamedTuple):
 class Setting:
     """Settings of a training that its memory depends on."""
 
-    mode: str = "o1"
+    mode: Annotated[str, OneOf(MODES)] = "o1"
     """A precision mode: fp32, o1, o2, o2-split, bf16-rn, bf16-sr, bf16-kahan, bf16-24, fp16 or fp16-o2."""
     precision: LayerPrecision | None = None
     """Casts of linear layers in blocks, such as `recipe("fp8-current").default`; None means no casts."""
-    states: str | None = None
+    states: Annotated[str, OneOf((*WHOLE, *BLOCKS))] | None = None
     """Format of the optimizer's moments, such as dynamic8; None takes the mode's."""
     weights: Literal["fp8"] | None = None
     """Storage of the weights that blocks cast: their codes alone, or (None) that of the mode."""
     state_block: int = 128
     """Number of elements that share the scale of an 8-bit state."""
-    gradients: str | None = None
+    gradients: Literal["fp32", "bf16"] | None = None
     """Format of gradients, fp32 or bf16; None takes the mode's."""
     optimizer: Literal["adamw", "adam-mini", "muon"] = "adamw"
     """adamw has two moments per parameter; adam-mini has one, and almost nothing for the second; muon has one per weight of the
@@ -178,7 +179,9 @@ class Setting:
     """True if backward updates each block and frees its gradients (`dither.optim.release_gradients`)."""
     states_on: Literal["device", "host"] = "device"
     """Memory of the optimizer's states and masters: the GPU's, or the host's, from which a step copies some at a time."""
-    residual: str | None = None
+    watched: bool = False
+    """True if an `OscillationReset` watches the weights that blocks cast."""
+    residual: Annotated[str, OneOf(WHOLE)] | None = None
     """Format of the residual stream, as FSDP2's mixed precision sets it; None means that of the parameters."""
     memory: MemoryOptions = MemoryOptions()  # noqa: RUF009 (frozen)
     """Choice of the tensors that cast layers keep between forward and backward."""
@@ -188,18 +191,7 @@ class Setting:
     """True if the loss keeps float32 logits and their gradients too; dither's own cross entropy does not."""
 
     def __post_init__(self) -> None:
-        _choose("mode", self.mode, tuple(MODES))
-        if self.states is not None:
-            _choose("format of optimizer states", self.states, (*WHOLE, *BLOCKS))
-        if self.weights is not None:
-            _choose("storage of weights", self.weights, ("fp8",))
-        if self.gradients is not None:
-            _choose("format of gradients", self.gradients, ("fp32", "bf16"))
-        _choose("optimizer", self.optimizer, ("adamw", "adam-mini", "muon"))
-        _choose("memory of states", self.states_on, ("device", "host"))
-        _choose("kind of sampling", self.sampling, ("none", "kept", "recomputed"))
-        if self.residual is not None:
-            _choose("format of the residual stream", self.residual, WHOLE)
+        check("memory", self)
 
     @functools.cached_property
     def casts_weight(self) -> bool:
@@ -256,7 +248,7 @@ PARTS = MappingProxyType(
         "weights": "parameters",
         "masters": "float32 copies that the optimizer keeps, the low bits of split ones, or Kahan's compensation",
         "gradients": "gradients of all parameters",
-        "states": "the optimizer's moments",
+        "states": "the optimizer's moments, and movements of watched weights",
         "weight_codes": "codes of weights, or their 16-bit copies for autocast or sampling",
         "activations": "tensors that blocks keep for backward, besides codes",
         "input_codes": "codes of the inputs of linear layers",
@@ -439,12 +431,6 @@ def last_norm(shape: Shape, setting: Setting) -> int:
 def format_bytes(name: str) -> int:
     """Return the bytes per number of a format of 8 bits or more."""
     return TABLE[name].bits // 8
-
-
-def _choose(what: str, given: object, known: tuple[str, ...]) -> None:
-    if given not in known:
-        hint = did_you_mean(given, known) if isinstance(given, str) else ""
-        raise UserError(f"There is no {what} {given!r}{hint}: choose from {', '.join(known)}.")
 
 
 CONFIG = "config.json"
@@ -768,6 +754,8 @@ def _stage(shape: Shape, setting: Setting, passes: StepPasses, layout: Scheduled
     if setting.states_on == "host":
         streamed, host = still["masters"] + still["states"], pinned_bytes(shape, setting) * share
         still |= {"masters": 0.0, "states": min(slot_bytes(shape, setting), streamed)}
+    if setting.watched:  # a weight, what is read of it, and how far both moved, in float32
+        still["states"] += 16 * weights
 
     narrow = c if storage.autocast else 0
     per_weight = (weight_code_bytes(shape, setting) - shape.output_weights * narrow) / shape.block_weights

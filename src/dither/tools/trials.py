@@ -171,10 +171,7 @@ def collect(trials: Sequence[Trial]) -> Comparison:
 
 def write_json(comparison: Comparison, path: Path) -> Path:
     """Write the runs, tables and sentences of a comparison as JSON, and return the path."""
-    try:
-        files.replace(path, files.to_json(comparison.to_dict(), path.name))
-    except OSError as error:
-        raise UserError(f"{str(path)!r} cannot be written: {error}.") from None
+    files.write(path, files.to_json(comparison.to_dict(), path.name))
     return path
 
 

@@ -212,11 +212,6 @@ class Signals:
         self._grace: float | None = None  # seconds from a signal to an Interrupted; None never raises one
         self._expired = False
 
-    def check(self) -> None:
-        """Raise Interrupted if a signal was received: to be called within long loops that can be abandoned."""
-        if self.received:
-            raise Interrupted(self.received)
-
     @contextmanager
     def abandoned(self, grace: float = 0.0) -> Iterator[None]:
         """Raise Interrupted inside if a signal arrives, or arrived before, and the block does not end within `grace` seconds.

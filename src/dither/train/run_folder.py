@@ -295,8 +295,8 @@ class Status:
     Status(state='interrupted', step=120, why='Received SIGTERM; step 120 is saved.')
     """
 
-    state: Literal["running", "done", "stopped", "interrupted", "failed", "crashed"]
-    """running, done, stopped by the guard, interrupted by a signal, or failed. `observe` returns crashed for a killed run."""
+    state: Literal["running", "done", "stopped", "interrupted", "failed"]
+    """running, done, stopped by the guard, interrupted by a signal, or failed."""
     step: int
     """Number of steps done."""
     why: str = ""
@@ -334,24 +334,6 @@ class Status:
         files.write(Path(folder) / cls.RESERVE, b"\n" * RESERVED)
 
     @classmethod
-    def observe(cls, folder: str | Path) -> "Status":
-        """Read the status, and find out if a run that is marked as running was killed: its state is "crashed" then.
-
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> Status(state="running", step=120).save(folder)
-        >>> (folder / "run.lock").touch()  # a killed process leaves its lock behind, and nothing holds it
-        >>> Status.observe(folder).state
-        'crashed'
-        """
-        status = cls.load(folder)
-        if status.state != "running" or not run_lock.is_abandoned(folder):
-            return status
-        was = run_lock.holder(folder)
-        who = "Its process" if was is None else f"Its process ({was.pid} on {was.host}, since {was.since})"
-        return cls(state="crashed", step=status.step, why=f"{who} died without recording a reason: continue with --resume.")
-
-    @classmethod
     def load(cls, folder: str | Path) -> "Status":
         """Read the status that `save` wrote."""
         path = Path(folder) / cls.FILE
@@ -364,7 +346,7 @@ class Status:
         return cls(**data)
 
 
-STATES = ("running", "done", "stopped", "interrupted", "failed", "crashed")
+STATES = ("running", "done", "stopped", "interrupted", "failed")
 
 RESERVED = 4096
 """Bytes that are reserved for the last status of a run on a full disk."""

@@ -434,7 +434,7 @@ class Trainer:
 
     def learn(self, loss: float) -> None:
         """Add a finite loss to the moving average."""
-        self.loss_ema = smoothed(self.loss_ema, loss)
+        self.loss_ema = loss if self.loss_ema is None else 0.95 * self.loss_ema + (1 - 0.95) * loss
 
 
 def _estimated_loss(trainer: Trainer, model: nn.Module, part: Batch) -> Tensor | None:
@@ -734,15 +734,6 @@ def _check_positions(sizes: Any, sequence: int) -> None:
     longest = getattr(sizes, "max_position_embeddings", None)
     if longest is not None and sequence > longest:
         raise UserError(f"data.sequence={sequence} is longer than the {longest} positions of the model.")
-
-
-def smoothed(average: float | None, loss: float, keep: float = 0.95) -> float:
-    """Return the moving average after another loss; None starts it.
-
-    >>> smoothed(smoothed(None, 4.0), 3.0)
-    3.95
-    """
-    return loss if average is None else keep * average + (1 - keep) * loss
 
 
 def restore_newest(trainer: Trainer, folder: Path, say: Callable[[str], None], *, before: int | None = None) -> int | None:

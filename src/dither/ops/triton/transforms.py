@@ -234,7 +234,8 @@ def _launch(
     out[axis] = -(-shape[axis] // size) * size
     run = max(16 // dtype.itemsize, 128 // cast.round.width if drawn[0] else 0)
     # A thread has A rows of a run of columns, or A runs of one row: 128 elements at most, for its registers.
-    A = max(1, min(size, 128 // run) if across else min(64, max(size, 32)) // run)
+    most = 128 if cast.scaling.kind == "eden" else 64  # sums of eden stay in a thread
+    A = max(1, min(size, 128 // run) if across else min(most, max(size, 32)) // run)
     COLUMNS, warps = 64 if across else 128, 4
     ROWS = 32 * run * A * warps // COLUMNS
     scale_codes = () if make != "codes" or cast.scaling.storage == "fp32" else (3,)
