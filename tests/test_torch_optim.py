@@ -1,7 +1,4 @@
-"""The ideas of PyTorch's own optimizer tests (test/test_optim.py), on Dither's optimizers, with torch.optim.AdamW as oracle.
-
-docs/optimizers.md has the table: which of them hold, which are refused, and why.
-"""
+"""The ideas of PyTorch's own optimizer tests (test/test_optim.py), on Dither's optimizers, with torch.optim.AdamW as oracle."""
 
 import copy
 import inspect

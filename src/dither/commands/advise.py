@@ -40,7 +40,7 @@ def advise(
     """Rank precisions and layouts for a model on many GPUs, with the config to run.
 
     Memory per GPU, communication, step time and cost follow from sizes alone: no model is built, and no GPU is needed.
-    docs/many-gpus.md has the formulas, and compares them with measured runs.
+    docs/results/many-gpus.md compares its formulas with measured runs.
 
     Args:
         gpus: Number of GPUs.

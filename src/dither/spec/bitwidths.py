@@ -2,7 +2,7 @@
 
 A sampled weight is w + R * amax * 2^(1 - b_t), with amax the largest magnitude of its block and 2^-r the smallest nonzero |R|.
 `safe_bitwidth` says up to which bitwidth a format still represents the noise during training. `required_format`, `capacity` and
-`deployable` say which formats suffice for the trained weights. docs/export.md derives them.
+`deployable` say which formats suffice for the trained weights. docs/export.md states them.
 
 >>> safe_bitwidth("bf16"), safe_bitwidth("e4m3"), safe_bitwidth("e2m1")
 (8.0, 4.0, 2.0)
