@@ -104,6 +104,14 @@ def hard_values(rows: int, columns: int, dtype: torch.dtype, seed: int, device: 
     return x.clamp(-finite, finite).to(dtype).to(device)
 
 
+LIKE_FP8 = (
+    Format.floating("e4m3finite", 4, 3),
+    Format.floating("e4m3ieee", 4, 3, inf=True, nan=True),
+    Format.floating("e5m2finite", 5, 2),
+)
+"""Formats of 8 bits that have the fields of torch's, and other largest values: 480, 240 and 114688."""
+
+
 def draw_for(x: Tensor, rounding: Rounding, offset: tuple[int, int]) -> Draw | None:
     """The stream at step 5, if the rounding draws."""
     return STREAM.draw(5, matrix_size(x), offset, x.device) if rounding.kind == "stochastic" else None

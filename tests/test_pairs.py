@@ -37,9 +37,10 @@ from dither.ops.triton import sampling as kernel_sampling
 from dither.ops.triton import scales as kernel_scaling
 from dither.ops.triton import state_maps as kernel_dynamic
 from dither.ops.triton import tiles as kernel_tiles
+from dither.ops.triton.rounding import fields
 from dither.spec import NOISES
 from dither.spec.engines import Engine
-from dither.spec.formats import Format
+from dither.spec.formats import TABLE, Format
 from dither.spec.groups import layout_of
 from dither.spec.optimizer import Update
 from dither.tools import doctor
@@ -234,6 +235,22 @@ def test_masks_of_clipped_elements(text: str, device: str) -> None:
         cast = Cast.parse(text)
         assert pairs.check_unclipped(x, cast, axis) == 0
         assert pairs.check_unclipped(x.float()[:, ::2].T, cast, axis) == 0
+
+
+def test_formats_that_gpus_convert_to() -> None:
+    """Others of 8 bits saturate elsewhere."""
+    native = {format.name: fields(format).FP8 for format in (*TABLE.values(), *pairs.LIKE_FP8) if format.kernel}
+    assert {name: found for name, found in native.items() if found} == {"e4m3": "e4m3", "e5m2": "e5m2"}
+    assert all(format.name in native for format in pairs.LIKE_FP8)
+
+
+@pytest.mark.usefixtures("registry_undone")
+def test_formats_like_those_of_torch(device: str) -> None:
+    dither.register(*pairs.LIKE_FP8)
+    for format in pairs.LIKE_FP8:
+        for text in ("tile(32) fp32", "tensor pow2", "none none"):
+            x = pairs.hard_values(37, 83, torch.float32, 9, device)
+            assert pairs.check_quantize(x, Cast.parse(f"{format} {text}"), 1) == 0
 
 
 @pytest.mark.parametrize("n", [16, 64, 128])

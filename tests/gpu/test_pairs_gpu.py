@@ -8,9 +8,11 @@ import pytest
 import torch
 from sweeps import sweep
 
+import dither
 from dither import Cast
 from dither.ops.reference import philox, quantize
 from dither.ops.triton import quantize as kernel_quantize
+from dither.spec.formats import Format
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -53,6 +55,18 @@ def test_rounding_of_all_bfloat16_and_float16_and_many_float32(name: str) -> Non
             if how == "nearest" or int(how[11:-1]) + pairs.Format.parse(name).mantissa_bits <= 30:
                 for saturate in (True, False):
                     assert pairs.check_round(x, name, how, saturate, (3, 8)) == 0, (how, saturate, x.dtype)
+
+
+@pytest.mark.usefixtures("registry_undone")
+@pytest.mark.parametrize("format", pairs.LIKE_FP8, ids=str)
+def test_formats_like_those_of_torch(format: Format) -> None:
+    """The GPU's conversions to FP8 saturate elsewhere."""
+    dither.register(format)
+    x = big(torch.bfloat16, 3)[:504, :1000]
+    for text in ("tile(32) fp32", "tensor pow2", "tile(32) fp32 stochastic(16)"):
+        cast = Cast.parse(f"{format} {text}")
+        assert pairs.check_quantize(x, cast, 1) == 0
+        assert pairs.check_quantize(x, cast, 0) == 0
 
 
 @pytest.mark.parametrize("text", pairs.RULES)

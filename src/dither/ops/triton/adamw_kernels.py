@@ -140,9 +140,9 @@ def load_codes(
         codes = (codes >> (4 - 4 * (tl.arange(0, TILE) % 2))) & 15
     if KIND == "dynamic8" or KIND == "dynamic4":
         values = state_maps.decode(codes, tables_ptr, SIGNED, KIND == "dynamic4")
-    elif KIND != "companded8" and NATIVE and F.BITS == 8 and F.BIAS == 7:
+    elif KIND != "companded8" and NATIVE and F.FP8 == "e4m3":
         values = stored.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    elif KIND != "companded8" and NATIVE and F.BITS == 8 and F.BIAS == 15:
+    elif KIND != "companded8" and NATIVE and F.FP8 == "e5m2":
         values = stored.to(tl.float8e5, bitcast=True).to(tl.float32)
     elif KIND != "companded8":
         values = decode(codes, F)
@@ -197,7 +197,7 @@ def store_codes(
         factor = _spread(multiply, GROUP, TILE)
         if KIND == "dynamic8" or KIND == "dynamic4":
             codes = state_maps.encode(value * factor, tables_ptr, SIGNED, KIND == "dynamic4")
-        elif H.NATIVE and H.KIND == "nearest" and F.BITS == 8 and (F.BIAS == 7 or F.BIAS == 15):
+        elif H.NATIVE and H.KIND == "nearest" and F.FP8 != "":
             codes = native_codes(value, factor, F, True, True)
         else:
             y = as_bits(value * factor)

@@ -24,7 +24,7 @@ from torch import Tensor
 from dither.ops.triton import native
 from dither.ops.triton.philox import aligned, program_tile, random_tile, tiles
 from dither.spec import Rounding
-from dither.spec.formats import Format
+from dither.spec.formats import TABLE, Format
 from dither.spec.random import Draw, matrix_size
 
 INFINITY = tl.constexpr(0x7F800000)
@@ -54,6 +54,8 @@ class Fields(NamedTuple):
     HAS_NAN: bool
     DOWN: str
     """PTX that multiplies by 2^(BIAS - 127), rounding toward zero; empty if BIAS is 127."""
+    FP8: str
+    """"e4m3" or "e5m2" if the GPU's own conversions are those of the format, else ""."""
 
 
 class RoundingConstants(NamedTuple):
@@ -89,6 +91,7 @@ def fields(format: Format) -> Fields:
         format.inf,
         format.nan,
         _truncated_product(format.bias - 127),
+        format.name if format in (TABLE["e4m3"], TABLE["e5m2"]) else "",
     )
 
 

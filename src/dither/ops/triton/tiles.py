@@ -260,7 +260,7 @@ def native_codes(x, multiply, F: tl.constexpr, GROUPED: tl.constexpr, APART: tl.
     They round and saturate as the reference does, but turn an infinity into a number; this restores it.
     """
     product = x * multiply
-    if F.BIAS == 7:
+    if F.FP8 == "e4m3":
         if not GROUPED:
             product += x * 0.0  # adds NaN where x is infinite, else 0
         return fp8_codes(product, True, APART)
@@ -280,7 +280,7 @@ def tile_codes(
     """Return codes in C of x * multiply, rounded to F by H."""
     # A measured scale is NaN if anything in the group is not finite. So the products of a group are all finite or all NaN.
     GROUPED: tl.constexpr = MEASURE and S.KIND != "none"
-    FP8: tl.constexpr = F == C and F.BITS == 8 and (F.BIAS == 7 or F.BIAS == 15) and S.KIND != "none"
+    FP8: tl.constexpr = F == C and F.FP8 != "" and S.KIND != "none"
     if FP8 and H.NATIVE and H.KIND == "nearest":
         return native_codes(x, multiply, F, GROUPED, APART)
     else:
@@ -288,7 +288,7 @@ def tile_codes(
         y = scaled_bits(x, multiply, S, MEASURE)
         if GROUPED and F == C and not F.HAS_NAN:
             return with_sign(round_code(limited(y, F), random, F, H), sign, F)
-        elif GROUPED and not F.HAS_NAN and not F.INTEGER and C.BITS == 8 and C.BIAS == 7 and H.NATIVE:
+        elif GROUPED and not F.HAS_NAN and not F.INTEGER and C.FP8 == "e4m3" and H.NATIVE:
             # FP4 or FP6 values as FP8 codes: the conversion is exact. Adding y * 0 makes a group with NaN all NaN.
             value = as_float(round_magnitude(limited(y, F), random, F, H)) + as_float(y) * 0.0
             return fp8_codes(as_float(as_bits(value) | (sign & SIGN)), True, APART)
@@ -376,8 +376,7 @@ def tile_values(
     if H.NATIVE and S.STORED == "e4m3":
         restore += tensor * 0.0  # a lost tensor has no numbers, not even in groups of zeros, whose scale is 1
     multiply, restore = spread(multiply, P, Q, GP, GQ), spread(restore, P, Q, GP, GQ)
-    E4M3: tl.constexpr = F.BITS == 8 and F.BIAS == 7 and not F.INTEGER
-    if E4M3 and H.NATIVE and H.KIND == "nearest" and S.STORED != "e4m3":
+    if F.FP8 == "e4m3" and H.NATIVE and H.KIND == "nearest" and S.STORED != "e4m3":
         value = (x * multiply).to(tl.float8e4nv).to(tl.float32)  # it saturates, and NaN stays NaN
     elif H.NATIVE and not F.HAS_NAN and not F.INTEGER:
         # The factor of a group with a NaN is NaN, and makes all of its numbers NaN.
