@@ -245,7 +245,7 @@ def parse_plan(text: str) -> Plan:
     True
     """
     plan = Plan.load(text) if os.path.isfile(text) else recipe(text)
-    if any(precision is not None and precision.outliers for precision in (plan.default, *dict(plan.layers).values())):
+    if any(precision.outliers for precision in plan.precisions):
         raise UserError(
             f"The plan {text!r:.200} has outlier channels, which a training run chooses by its inputs: evaluate the run, or "
             "write the plan without them."

@@ -214,9 +214,8 @@ def deployment_plan(source: Source, slack: float = SLACK) -> Plan:
     plan = source.plan
     if plan is None:
         raise UserError(f"--format auto needs a plan, and {str(source.path)!r} has none: name one with --plan.")
-    rules = (plan.default, *(precision for _, precision in plan.layers))
-    if not any(precision is not None and precision.sampling is not None for precision in rules):
-        if not any(precision is not None and precision.weight is not None for precision in rules):
+    if not any(precision.sampling is not None for precision in plan.precisions):
+        if not any(precision.weight is not None for precision in plan.precisions):
             raise UserError(
                 f"--format auto chooses by learned bitwidths or by casts of weights, and the plan of {str(source.path)!r} has "
                 "neither: name one with --plan."

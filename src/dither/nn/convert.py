@@ -365,9 +365,8 @@ def convert(
     _check_parts(plan, chosen)
     verified = _verified(model, engines)
     adopted = {site.name: site.adopt(seed, emulate, verified, fallback) for site in sites if site.name in chosen}
-    wanted = [rule for rule in (plan.default, *(rule for _, rule in plan.layers)) if rule is not None]
     frozen = any(linear_of(layer).CODES_ONLY for layer in converted_layers(model).values())
-    if not adopted and wanted and not (frozen and all(rule.plain for rule in wanted)):
+    if not adopted and plan.precisions and not (frozen and all(rule.plain for rule in plan.precisions)):
         raise UserError(f"{type(model).__name__} has no layer to convert: {_why_nothing(sites, reasons)}.")
     memory = memory or MemoryOptions()
     if memory.swiglu == "fp8":

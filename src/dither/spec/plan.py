@@ -103,9 +103,14 @@ class Plan:
         return Plan.from_dict, (self.to_dict(),)  # a mapping proxy cannot be pickled or copied
 
     @property
+    def precisions(self) -> list[LayerPrecision]:
+        """Return the precisions of the default and of the rules, without layers that are left alone."""
+        return [each for each in (self.default, *(precision for _, precision in self.layers)) if each is not None]
+
+    @property
     def uncast(self) -> bool:
         """Return True if neither the default nor any rule casts an operand."""
-        return all(each is None or each.uncast for each in (self.default, *(precision for _, precision in self.layers)))
+        return all(each.uncast for each in self.precisions)
 
     def for_layer(self, name: str) -> LayerPrecision | None:
         """Return the precision of the layer called `name`, without samplings of other `parts`; None: unchanged."""
@@ -194,8 +199,7 @@ class Plan:
 
     def takes_outliers(self, outliers: Outliers) -> bool:
         """Return True if `with_outliers` changes the plan."""
-        every = (self.default, *(precision for _, precision in self.layers))
-        return any(each is not None and outliers.widen(each.casts("forward")) for each in every)
+        return any(outliers.widen(each.casts("forward")) for each in self.precisions)
 
     def with_output(self, precision: LayerPrecision | None = None, *, layer: str = "*lm_head") -> "Plan":
         """Return the plan with a rule for the output layer, which plans leave alone unless a rule names it.
@@ -339,9 +343,8 @@ CODE: dict[str, registry.Table[Any]] = {
 
 def _definitions(plan: Plan) -> dict[str, Any]:
     """Return what the plan's casts need and Dither does not have: formats with their fields, and code by name."""
-    precisions = [each for each in (plan.default, *(precision for _, precision in plan.layers)) if each is not None]
-    casts = {cast for each in precisions for operand in OPERANDS for cast in each.casts_of(operand) if cast is not None}
-    casts |= {each.outliers.cast for each in precisions if each.outliers is not None}
+    casts = {cast for each in plan.precisions for operand in OPERANDS for cast in each.casts_of(operand) if cast is not None}
+    casts |= {each.outliers.cast for each in plan.precisions if each.outliers is not None}
     words = {word for cast in casts for word in (cast.scaling.kind, cast.round.kind, cast.transforming.matrix)}
     formats = sorted({cast.format for cast in casts if registry.FORMATS.added(cast.format)})
     code = {kind: {name: table.origin[name] for name in sorted(words) if table.added(name)} for kind, table in CODE.items()}
