@@ -27,6 +27,7 @@ and of FP8 recipes torchao with the same scales; the limit is the time of the mu
     METHOD+adamw         the same with dither.optim.AdamW, which differs from Adam-mini in its second moments only
     MODE+fsdp            any mode but fp32, fp16 and o2, sharded by FSDP2 over this one rank: its cost without communication
     MODE+fsdp-codes      the same; layers hold their codes for a step and FSDP2 gathers nothing of them
+    MODE+graphs          o1, bf16-sr or a recipe with any parts but +fsdp: passes are replayed as a CUDA graph, as by `dither train`
 """
 
 import concurrent.futures
@@ -48,7 +49,7 @@ from torch import Tensor, nn
 
 from dither.errors import UserError
 from dither.models import PRESETS, Llama, compile_blocks, flops_per_token
-from dither.nn import convert, param_groups, sampling_parameters, step_context
+from dither.nn import capture_passes, convert, param_groups, sampling_parameters, step_context
 from dither.nn.convert import Conversion
 from dither.optim import AdamMini, AdamW, Training, release_gradients, roles, training
 from dither.spec import MemoryOptions, Plan, Sampling
@@ -122,6 +123,8 @@ class StepMode:
     """Dither's optimizer, adamw or adam-mini; "" for torch's AdamW."""
     fsdp: str = ""
     """fsdp or fsdp-codes if FSDP2 shards the model."""
+    graphs: bool = False
+    """True if passes are replayed as a CUDA graph."""
 
     @property
     def narrow(self) -> bool:
@@ -145,19 +148,20 @@ PARTS: dict[str, tuple[str, object]] = {
     "adam-mini": ("optimizer", "adam-mini"),
     "fsdp": ("fsdp", "fsdp"),
     "fsdp-codes": ("fsdp", "fsdp-codes"),
+    "graphs": ("graphs", True),
 }
 """Field of a mode that each part sets, and its value, in the order in which the parts are written."""
 
 FIELDS: dict[str, tuple[str, ...]] = {
-    "o1": ("optimizer", "fsdp"),
+    "o1": ("optimizer", "fsdp", "graphs"),
     "fp32": (),
     "fp16": (),
     "o2": (),
     "bf16-nearest": ("fsdp",),
-    "bf16-sr": ("states", "release", "fsdp"),
+    "bf16-sr": ("states", "release", "fsdp", "graphs"),
     "torchao-tensorwise": ("fsdp",),
     "torchao-rowwise": ("fsdp",),
-    "recipe": ("output", "sr", "states", "release", "save", "hold", "swiglu", "fsdp"),
+    "recipe": ("output", "sr", "states", "release", "save", "hold", "swiglu", "fsdp", "graphs"),
     "gaussws": ("recompute", "optimizer", "fsdp"),
     "diffq": ("recompute", "optimizer", "fsdp"),
 }
@@ -198,6 +202,8 @@ def parse_mode(text: str) -> StepMode:
     mode = StepMode(method, name, **found)
     if (mode.states or mode.release) and not mode.sr:
         raise UserError(f"In the mode {text!r}, narrow states and +release need +sr.")
+    if mode.graphs and mode.fsdp:
+        raise UserError(f"In the mode {text!r}, +graphs cannot capture the communication of +{mode.fsdp}: use one of them.")
     return mode
 
 
@@ -378,17 +384,22 @@ def _warmed_step(size: str, mode: str, settings: StepSettings) -> tuple[Callable
     config, batch = SIZES[size]
     built = build(size, mode, settings.device, peer=settings.peer, layers=settings.layers)
     random, steps = torch.Generator(settings.device).manual_seed(1), itertools.count()
+    passes: Callable[[Tensor, Tensor], Tensor] = built.passes
+    if parse_mode(mode).graphs:
+        passes = capture_passes(built.model, passes, getattr(built.optimizer, "released", None))
 
     def step() -> Tensor:
         shape = (settings.batch or batch, settings.sequence + 1)
         text = torch.randint(config.vocab_size, shape, device=settings.device, generator=random)
         with built.step_context(next(steps)):
-            loss = built.passes(text[:, :-1], text[:, 1:])
+            loss = passes(text[:, :-1], text[:, 1:])
         built.update()
         return loss.detach()
 
-    for _ in range(settings.warmup):
+    for number in range(settings.warmup):
         step()
+        if settings.cuda and number == 0:
+            torch.cuda.reset_peak_memory_stats()  # compiling takes memory that training does not
     if settings.cuda:
         torch.cuda.synchronize()
     return step, built.engines
@@ -444,6 +455,8 @@ def measure(size: str, modes: Sequence[str], settings: StepSettings) -> dict[str
         before = held()
         steps[mode], engines[mode] = _warmed_step(size, mode, settings)
         kept[mode] = held() - before
+        if cuda and parse_mode(mode).graphs:  # replays use memory that was allocated, and counted, at the capture alone
+            peaks[mode] = torch.cuda.max_memory_allocated() - before
     rounds = 1 if len(modes) == 1 else 4
     for turn in range(rounds):
         for mode in modes if turn % 2 == 0 else reversed(modes):
