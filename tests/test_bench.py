@@ -367,11 +367,12 @@ def test_parts_are_fields():
         ("recipe:", "There is no mode 'recipe:'"),
         ("gaussws:some", "There is no mode 'gaussws:some'"),
         ("o1:x", "There is no mode 'o1:x'"),
-        ("o1+sr", r"\+sr is unknown: o1 takes \+adamw, \+adam-mini, \+fsdp, \+fsdp-codes, in this order"),
+        ("o1+sr", r"\+sr is unknown: o1 takes \+adamw, \+adam-mini, \+fsdp, \+fsdp-codes, \+graphs, in this order"),
         ("bf16-sr+", r"\+ is unknown"),
         ("bf16-sr+fsdp+fsdp", r"\+fsdp is given twice or contradicts"),
         ("recipe:int8+input+one+none", r"\+none is given twice or contradicts"),
         ("recipe:int8+input+sr", r"\+sr is too late"),
+        ("o1+fsdp+graphs", r"\+graphs cannot capture the communication of \+fsdp"),
         ("recipe:int8+release", r"narrow states and \+release need \+sr"),
     ],
 )

@@ -1,8 +1,9 @@
 """Backward passes that update weights, captured as CUDA graphs: on a CPU, where a tape of operations stands for a graph.
 
-A replay computes the recorded operations again, on the same tensors. As in a graph, what Python does in the pass is done once, at the capture, and what it computes stays: numbers, and where tensors
-are. An operation that waits for the device is refused. Unlike a graph, a capture runs the pass, and undoes what it changed.
-The optimizer's operations, which read numbers on a CPU, are recorded as a whole: they are one kernel each on a GPU.
+A replay computes the recorded operations again, on the same tensors. As in a graph, what Python does in the pass is done once,
+at the capture, and what it computes stays: numbers, and where tensors are. An operation that waits for the device is refused.
+Unlike a graph, a capture runs the pass, and undoes what it changed. The optimizer's operations, which read numbers on a CPU,
+are recorded as a whole: they are one kernel each on a GPU.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -239,7 +239,7 @@ class GraphedPasses:
         """
         released = self.released
         if not self.possible or (released is not None and not released.enabled):
-            return self.run(*inputs)
+            return self._run(inputs)
         step = self._step()
         first = all(parameter.grad is None for parameter in self.parameters) if first is None else first
         self._check_shapes(inputs)
@@ -251,9 +251,9 @@ class GraphedPasses:
                 self._forget(key)
             self.steps += 1
         if self.steps <= WARMUP:
-            return self.run(*inputs)
+            return self._run(inputs)
         if first not in self.graphs and not self._capture(inputs, first=first):
-            return self.run(*inputs)
+            return self._run(inputs)
         for memory_of, given in zip(self.inputs, inputs, strict=True):
             memory_of.copy_(given)
         if first:
@@ -265,6 +265,14 @@ class GraphedPasses:
         if released is not None:
             released.replayed(self.updates[first])
         return self.losses[first].clone()  # the next replay overwrites it
+
+    def _run(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        """Run the pass as usual.
+
+        A loss with its graph would keep nodes of autograd alive, which add gradients on the stream that they were made on: not
+        on that of a later capture.
+        """
+        return self.run(*inputs).detach()
 
     def _step(self) -> StepContext | None:
         """Return the current step if its rows are counted; None if they are given, or if no layer draws random bits."""

@@ -534,7 +534,7 @@ class Step:
         )
 
     def replay(self, captured: "Step") -> list[Member]:
-        """Take the parts of a captured step as those of this one, since a CUDA graph has replayed them; return their members."""
+        """Take the parts of a captured step, which a CUDA graph has replayed, as those of this one; return their members."""
         self._constants, self._squares = captured._constants, captured._squares
         self._skip, self._first_skip, self._updated = captured._skip, captured._first_skip, set(captured._updated)
         members = [self._batches.members[index] for index in sorted(self._updated)]

@@ -152,7 +152,7 @@ class ReleasedGradients:
     def _update(self, unit: str) -> None:
         """Update those parameters of a unit that have gradients, and free these."""
         if self._step is None:
-            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
                 self.cancel()
                 raise UserError(
                     "A backward pass that releases gradients is captured in a CUDA graph, which would keep the learning rate "

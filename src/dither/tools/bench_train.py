@@ -27,7 +27,7 @@ and of FP8 recipes torchao with the same scales; the limit is the time of the mu
     METHOD+adamw         the same with dither.optim.AdamW, which differs from Adam-mini in its second moments only
     MODE+fsdp            any mode but fp32, fp16 and o2, sharded by FSDP2 over this one rank: its cost without communication
     MODE+fsdp-codes      the same; layers hold their codes for a step and FSDP2 gathers nothing of them
-    MODE+graphs          o1, bf16-sr or a recipe with any parts but +fsdp: passes are replayed as a CUDA graph, as by `dither train`
+    MODE+graphs          any mode of o1, bf16-sr, recipes and sampled weights without FSDP2: passes are replayed as a CUDA graph
 """
 
 import concurrent.futures
@@ -162,8 +162,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "torchao-tensorwise": ("fsdp",),
     "torchao-rowwise": ("fsdp",),
     "recipe": ("output", "sr", "states", "release", "save", "hold", "swiglu", "fsdp", "graphs"),
-    "gaussws": ("recompute", "optimizer", "fsdp"),
-    "diffq": ("recompute", "optimizer", "fsdp"),
+    "gaussws": ("recompute", "optimizer", "fsdp", "graphs"),
+    "diffq": ("recompute", "optimizer", "fsdp", "graphs"),
 }
 """Fields that the parts of each method may set."""
 
