@@ -23,7 +23,7 @@ import dither
 from dither import UserError
 from dither.nn import GraphedPasses
 from dither.ops.reference import adamw
-from dither.optim import Training, training
+from dither.optim import Role, Training, training
 from dither.train.passes import uses_graphs
 
 
@@ -120,8 +120,12 @@ def taped_graphs(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Tape.running is not None)
     monkeypatch.setattr(adamw, "prepare", recorded(adamw.prepare, lambda hyper, steps, skipped, *_: [steps, skipped]))
-    weights_and_states = lambda batch, *_: [x for piece in batch.pieces for x in adamw._tensors(piece).values()]  # noqa: E731
-    monkeypatch.setattr(adamw.Batch, "step", recorded(adamw.Batch.step, weights_and_states))
+
+    def changed(batch: Any, gradients: Sequence[Tensor], *_: object) -> list[Tensor]:
+        return [*gradients, *(x for piece in batch.pieces for x in adamw._tensors(piece).values())]
+
+    for kind, name in ((adamw.Batch, "step"), (adamw.MiniBatch, "step"), (adamw.MuonBatch, "momentum")):
+        monkeypatch.setattr(kind, name, recorded(vars(kind)[name], changed))
     return tapes
 
 
@@ -174,6 +178,8 @@ def everything(run: Training) -> list[Tensor]:
 
 pytestmark = pytest.mark.filterwarnings("ignore:step_context has no effect")
 
+ROLES = {name: Role.whole() if p.dim() < 2 else Role.rows_each(1) for name, p in net().named_parameters()}
+
 
 @pytest.mark.parametrize(
     "options",
@@ -181,8 +187,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:step_context has no effect")
         {"recipe": "fp8-current", "states": "companded8", "block": 16},
         {"recipe": "fp4-block", "max_norm": 0.05, "clip_norm": "previous"},
         {"nonfinite": "unchecked"},
+        {"roles": ROLES},
+        {"muon": {}},
     ],
-    ids=["fp8", "clipped", "unchecked"],
+    ids=["fp8", "clipped", "unchecked", "mini", "muon"],
 )
 def test_replays_have_the_bits_of_ordinary_passes(options: dict[str, Any], taped_graphs: list[Tape]) -> None:
     """Rates, step numbers, norms and random bits of a replay are those of its step, not of the captured one."""
@@ -193,6 +201,15 @@ def test_replays_have_the_bits_of_ordinary_passes(options: dict[str, Any], taped
     assert same(expected, found)
     assert same(everything(ordinary), everything(graphed))
     assert all(p.grad is None for p in graphed.model.parameters())
+
+
+def test_a_block_is_updated_by_one_launch_per_format_of_states(taped_graphs: list[Tape]) -> None:
+    """Matrices have 8-bit states, vectors float32 ones; the constants of the step are computed once."""
+    run = started("fp8-current", states="companded8", block=16)
+    train(run, range(5), GraphedPasses(run.model, pass_of(run), released=run.optimizer.released))
+    calls = [getattr(func, "__qualname__", "") for func, *_ in taped_graphs[0].operations]
+    assert calls.count("prepare") == 1
+    assert calls.count("Batch.step") == 2 * len(run.model.layers) + 1  # and the embedding
 
 
 def test_a_loaded_state_is_captured_anew(taped_graphs: list[Tape]) -> None:
