@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dither.spec.gpus import GPUS
 from dither.tools.memory import GIB, PrecisionChoice, StepPasses, estimate, llama3_of
-from dither.tools.recommend import within
+from dither.tools.recommend import memory_of, within
 
 FOLDER = Path(__file__).parent / "pictures"
 INK, FAINT, PANEL = "#1f2430", "#6b7280", "#fafbfc"
@@ -223,7 +223,7 @@ def big_models() -> Picture:
     plain = estimate(shape, PrecisionChoice("bf16-rn").setting, StepPasses(batch=2, sequence=4096))
     bars = {"plain BF16": plain}
     for memory in (141, 80, 48, 24, 16):
-        gpu = replace(GPUS["h200"], memory=memory * 10**9)
+        gpu = replace(GPUS["h200"], memory=memory_of(f"{memory}GB"))
         batch, sequence = (2, 4096) if memory > 16 else (1, 2048)
         bars[f"{memory} GB, {batch} x {sequence}"] = within(shape, gpu, batch, sequence).estimate
     picture = Picture(860, 74 + 40 * len(bars), "Estimated peak memory of an 8B Llama by GPU: where the bytes are")
