@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dither.ops import storage
-from dither.ops.triton import BoundKernel, native, quantize_128
+from dither.ops.triton import BoundKernel, library, native, quantize_128
 from dither.ops.triton.packing import store_packed
 from dither.ops.triton.philox import aligned, program_tile, tiles
 from dither.ops.triton.rounding import as_bits, as_float, decode, draw_arguments, fields, rounding_constants
@@ -49,6 +49,7 @@ from dither.ops.triton.tiles import (
 )
 from dither.spec import Cast, groups
 from dither.spec import groups as grouping
+from dither.spec.cast import LIBRARY_CASTS
 from dither.spec.formats import Format
 from dither.spec.groups import GroupLayout
 from dither.spec.random import Draw
@@ -477,7 +478,7 @@ def quantize_both(
     if quantize_128.takes(x, cast, cast, container):
         quantize_128.quantize_squares(x, cast, cast, (*along, *across))
         return outputs
-    if cast.group.kind == "row":
+    if cast.group.kind == "row" or cast.scaling.kind in LIBRARY_CASTS:
         for axis, (values, scale) in ((1, along), (0, across)):
             layout = groups.known_layout(tuple(x.shape), cast, axis)
             _launch(x, cast, layout, draw, None, container, values, scale, fake=False)
@@ -572,6 +573,9 @@ def _launch(
 ) -> Tensor:
     """Write codes (or, if `fake`, values) to `out` and scales to `scale`. Return nvfp4's tensor scale, or an empty one."""
     kind = cast.group.kind
+    if cast.scaling.kind in LIBRARY_CASTS:
+        library.launch(x, cast, layout, container, out, scale, fake=fake)
+        return x.new_empty(0, dtype=torch.float32)
     x_BRC = layout.matrices(x)
     tensor = x.new_empty(() if cast.scaling.two_level else (0,), dtype=torch.float32)
     tensor_amax = line_amax = tensor
