@@ -62,6 +62,7 @@ RELEASED = {
 }
 
 
+@pytest.mark.sampled(only=["fp8", "stored"])
 @pytest.mark.parametrize("name", RELEASED)
 def test_graphs_of_released_gradients_change_no_bit(name, tmp_path, capsys):
     settings = ['precision.mode="bf16-sr"', "optim.release_gradients=true", 'optim.clip_norm="previous"', *RELEASED[name]]
@@ -159,6 +160,7 @@ def test_captured_passes_of_a_loop_change_no_bit(recipe, sampling, parts):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.sampled(cover=1)
 @pytest.mark.parametrize("memory", [dither.MemoryOptions(), dither.MemoryOptions("input", "none")], ids=["held", "least"])
 @pytest.mark.parametrize("recipe", ["fp8-current", "fp4-block", "fp8-delayed"])
 def test_captured_passes_that_update_weights_change_no_bit(recipe, memory):
