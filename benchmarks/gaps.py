@@ -142,7 +142,8 @@ def main() -> None:
     for size in arguments.sizes.split(","):
         check_size(size)
         for mode in arguments.modes.split(","):
-            parse_mode(mode)
+            if parse_mode(mode).graphs:
+                parser.error(f"{mode}: a graph has no phases; measure the mode without +graphs.")
             step = stepper(size, mode, arguments.sequence)
             for _ in range(6):
                 step()

@@ -384,12 +384,14 @@ def test_parts_are_fields():
         ("recipe:", "There is no mode 'recipe:'"),
         ("gaussws:some", "There is no mode 'gaussws:some'"),
         ("o1:x", "There is no mode 'o1:x'"),
-        ("o1+sr", r"\+sr is unknown: o1 takes \+adamw, \+adam-mini, \+fsdp, \+fsdp-codes, in this order"),
+        ("o1+sr", r"\+sr is unknown: o1 takes \+adamw, \+adam-mini, \+fsdp, \+fsdp-codes, \+graphs, in this order"),
         ("bf16-sr+", r"\+ is unknown"),
         ("bf16-sr+fsdp+fsdp", r"\+fsdp is given twice or contradicts"),
         ("recipe:int8+input+one+none", r"\+none is given twice or contradicts"),
         ("recipe:int8+input+sr", r"\+sr is too late"),
         ("recipe:int8+release", r"\+release needs \+sr"),
+        ("o1+fsdp+graphs", r"\+graphs cannot capture the communication or the copies of \+fsdp"),
+        ("bf16-sr+host+release+graphs", r"\+graphs cannot capture .* of \+host and \+release"),
     ],
 )
 def test_a_wrong_mode_is_one_sentence(text, sentence):

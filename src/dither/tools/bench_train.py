@@ -31,6 +31,7 @@ and of FP8 recipes torchao with the same scales; the limit is the time of the mu
     METHOD+adamw         the same with dither.optim.AdamW, which differs from Adam-mini in its second moments only
     MODE+fsdp            any mode but fp32, fp16 and o2, sharded by FSDP2 over this one rank: its cost without communication
     MODE+fsdp-codes      the same; layers hold their codes for a step and FSDP2 gathers nothing of them
+    MODE+graphs          any mode of o1, bf16-sr, recipes and sampled weights without FSDP2: passes are replayed as a CUDA graph
 """
 
 import concurrent.futures
@@ -52,7 +53,7 @@ from torch import Tensor, nn
 
 from dither.errors import UserError
 from dither.models import PRESETS, Llama, compile_blocks, flops_per_token
-from dither.nn import convert, param_groups, sampling_parameters, step_context, store_weights
+from dither.nn import capture_passes, convert, param_groups, sampling_parameters, step_context, store_weights
 from dither.nn.convert import Conversion
 from dither.optim import AdamMini, AdamW, Training, release_gradients, roles, training
 from dither.parallel.apply import recompute_blocks
@@ -137,6 +138,8 @@ class StepMode:
     """Dither's optimizer, adamw or adam-mini, or torchao's adamw8bit; "" for torch's AdamW."""
     fsdp: str = ""
     """fsdp or fsdp-codes if FSDP2 shards the model."""
+    graphs: bool = False
+    """True if passes are replayed as a CUDA graph."""
 
     @property
     def narrow(self) -> bool:
@@ -165,6 +168,7 @@ PARTS: dict[str, tuple[str, object]] = {
     "adamw8bit": ("optimizer", "adamw8bit"),
     "fsdp": ("fsdp", "fsdp"),
     "fsdp-codes": ("fsdp", "fsdp-codes"),
+    "graphs": ("graphs", True),
 }
 """Field of a mode that each part sets, and its value, in the order in which the parts are written."""
 
@@ -172,17 +176,17 @@ LEAN = ("states", "host", "release", "chunked", "checkpointing")
 """Fields of modes with stochastic rounding that save memory."""
 
 FIELDS: dict[str, tuple[str, ...]] = {
-    "o1": ("optimizer", "fsdp"),
+    "o1": ("optimizer", "fsdp", "graphs"),
     "fp32": (),
     "fp16": (),
     "o2": (),
     "bf16-nearest": ("fsdp",),
-    "bf16-sr": (*LEAN, "fsdp"),
+    "bf16-sr": (*LEAN, "fsdp", "graphs"),
     "torchao-tensorwise": ("optimizer", "fsdp"),
     "torchao-rowwise": ("fsdp",),
-    "recipe": ("output", "sr", "stored", *LEAN, "save", "hold", "swiglu", "fsdp"),
-    "gaussws": ("recompute", "optimizer", "fsdp"),
-    "diffq": ("recompute", "optimizer", "fsdp"),
+    "recipe": ("output", "sr", "stored", *LEAN, "save", "hold", "swiglu", "fsdp", "graphs"),
+    "gaussws": ("recompute", "optimizer", "fsdp", "graphs"),
+    "diffq": ("recompute", "optimizer", "fsdp", "graphs"),
 }
 """Fields that the parts of each method may set."""
 
@@ -225,6 +229,9 @@ def parse_mode(text: str) -> StepMode:
     lean = [part for part in parts if PARTS[part][0] in ("stored", *LEAN)]
     if lean and not mode.sr:
         raise UserError(f"In the mode {text!r}, +{lean[0]} needs +sr.")
+    if mode.graphs and (mode.fsdp or (mode.host and mode.release)):
+        part = mode.fsdp or "host and +release"
+        raise UserError(f"In the mode {text!r}, +graphs cannot capture the communication or the copies of +{part}.")
     return mode
 
 
@@ -427,16 +434,21 @@ def _warmed_step(size: str, mode: str, settings: StepSettings) -> tuple[Callable
     config, batch, sequence = settings.shape(size)
     built = build(size, mode, settings)
     random, steps = torch.Generator(settings.device).manual_seed(1), itertools.count()
+    passes: Callable[[Tensor, Tensor], Tensor] = built.passes
+    if parse_mode(mode).graphs:
+        passes = capture_passes(built.model, passes, getattr(built.optimizer, "released", None))
 
     def step() -> Tensor:
         text = torch.randint(config.vocab_size, (batch, sequence + 1), device=settings.device, generator=random)
         with built.step_context(next(steps)):
-            loss = built.passes(text[:, :-1], text[:, 1:])
+            loss = passes(text[:, :-1], text[:, 1:])
         built.update()
         return loss.detach()
 
-    for _ in range(settings.warmup):
+    for number in range(settings.warmup):
         step()
+        if settings.cuda and number == 0:
+            torch.cuda.reset_peak_memory_stats()  # compiling takes memory that training does not
     if settings.cuda:
         torch.cuda.synchronize()
     return step, built.engines
@@ -492,6 +504,8 @@ def measure(size: str, modes: Sequence[str], settings: StepSettings) -> dict[str
         before = held()
         steps[mode], engines[mode] = _warmed_step(size, mode, settings)
         kept[mode] = held() - before
+        if cuda and parse_mode(mode).graphs:  # replays use memory that was allocated, and counted, at the capture alone
+            peaks[mode] = torch.cuda.max_memory_allocated() - before
     rounds = 1 if len(modes) == 1 else 4
     for turn in range(rounds):
         for mode in modes if turn % 2 == 0 else reversed(modes):

@@ -210,12 +210,18 @@ def _quantize_kernel(
         code = round(x * multiply);  multiply and the stored scale come from the group's largest magnitude
 
     Example, E4M3 (largest value 448), group [3.5, -7, 0.5, 0]: multiply = 64, scale = 1/64, values 224, -448, 32, 0.
+
+    The first program stores the scale of a tensor that is one group.
     """
     cast_program(
         tl.program_id(0), x_ptr, out_ptr, scale_ptr, amax_ptr, tensor_ptr, step_ptr, key, row0, column0, rows, columns, inner,
         stride_b, stride_r, stride_c, out_batch, out_line, out_element, F, C, S, H, SCALE, W, GP, GQ, RUN, ALONG_ROWS, ROWS,
         COLUMNS, A, EVEN, MEASURE, PER_LINE, FAKE, RAGGED, WORDS,
     )  # fmt: skip
+    if not (MEASURE or PER_LINE or FAKE or S.KIND == "none"):
+        if tl.program_id(0) == 0:
+            _, _, stored = group_factors(tl.load(amax_ptr), 1.0, S, SCALE, W, False, H.NATIVE)
+            tl.store(scale_ptr, stored.to(scale_ptr.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["key", "row0", "column0"])
@@ -582,7 +588,7 @@ def _launch(
             line_amax = given_amax.view(torch.int32)
         else:
             line_amax = _tensor_amax(x, cast) if kind == "tensor" else line_amax_bits(x_BRC, layout.along_rows)
-        if not fake:
+        if not fake and (kind == "row" or not x.numel()):  # the kernel stores that of a tensor
             store_factors(line_amax, _bits(scale), cast)
     if not x.numel():
         return tensor
