@@ -241,6 +241,22 @@ def check_values(x: Tensor, cast: Cast, offset: tuple[int, int] = (0, 0), amax: 
     return wrong
 
 
+def check_decoded(rows: int, columns: int, text: str, device: str) -> int:
+    """Every code with every scale, those of overflow and NaN too, as BF16 numbers."""
+    cast, generator = Cast.parse(text), torch.Generator().manual_seed(4)
+    values, scale, nothing = quantize.quantize(torch.zeros(rows, columns), cast, 1, None, None, cast.element)
+    values.view(torch.uint8).random_(generator=generator)
+    scale.view(torch.uint8).random_(128 if cast.scaling.two_level else 256, generator=generator)
+    given = (
+        values.to(device),
+        scale.to(device),
+        nothing[:0].to(device) if nothing.dim() else nothing.new_empty(0, device=device),
+    )
+    return differing(
+        *(code.dequantize(*given, cast, (rows, columns), 1, torch.bfloat16) for code in (quantize, kernel_quantize))
+    )
+
+
 def check_unclipped(x: Tensor, cast: Cast, axis: int) -> int:
     """Masks of clipped elements."""
     found = [code.unclipped(x, cast, axis) for code in (quantize, kernel_quantize)]

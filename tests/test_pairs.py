@@ -300,6 +300,11 @@ def test_both_layouts(cast: Cast, dtype: torch.dtype, device: str) -> None:
         assert pairs.check_quantize(x, cast, 1, container="e4m3") == 0
 
 
+@pytest.mark.parametrize("text", ["nvfp4", "e2m1 block(16) nvfp4", "mxfp4", "mxfp8"])
+def test_decoded_words(text: str, device: str) -> None:
+    assert pairs.check_decoded(64, 512, text, device) == 0
+
+
 @pytest.mark.parametrize(
     "text",
     [

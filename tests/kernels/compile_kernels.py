@@ -108,6 +108,11 @@ def calls() -> Iterator[str]:
         if held_by_bf16(cast):
             quantize.quantize_values(x, cast, (1, 0), mine, None)
         yield str(cast)
+    for text in ("nvfp4", "e2m1 block(16) nvfp4", "mxfp4", "mxfp8"):
+        cast, amax = Cast.parse(text), torch.ones(())
+        values, scale, _ = quantize.quantize(torch.zeros(64, 512), cast, 1, None, amax, cast.element)
+        quantize.dequantize(values, scale, torch.empty(0), cast, (64, 512), 1, torch.bfloat16)
+        yield f"words of {text}"
     quantize.unclipped(x, Cast.parse("e2m1 tile(32) quest"), 1)
     yield "masks of clipped elements"
     for along, across in IN_SQUARES:

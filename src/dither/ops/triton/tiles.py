@@ -118,12 +118,18 @@ def restored(value, restore, tensor, DTYPE: tl.constexpr, SCALED: tl.constexpr, 
         return as_float(stopped | (bits & -0x80000000)).to(DTYPE)
 
 
+SATURATED_BF16 = tl.constexpr("cvt.rn.satfinite.bf16x2.f32 $0, $2, $1;")
+
+
 @triton.jit
 def saturated(product, DTYPE: tl.constexpr):
-    """Return products of finite values or NaN as DTYPE, as `restored` does, by the GPU's own minimum and maximum."""
-    LIMIT: tl.constexpr = 65504.0 if DTYPE == tl.float16 else 2.0**127 * (2.0 - 2.0 ** (-7 if DTYPE == tl.bfloat16 else -23))
-    below = tl.minimum(product, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    return tl.maximum(below, -LIMIT, propagate_nan=tl.PropagateNan.ALL).to(DTYPE)
+    """Return products of finite values or NaN as DTYPE, as `restored` does, by the GPU's own instructions."""
+    if DTYPE == tl.bfloat16:
+        return tl.inline_asm_elementwise(SATURATED_BF16, "=r,f,f", [product], dtype=tl.bfloat16, is_pure=True, pack=2)
+    else:
+        LIMIT: tl.constexpr = 65504.0 if DTYPE == tl.float16 else 2.0**127 * (2.0 - 2.0**-23)
+        below = tl.minimum(product, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        return tl.maximum(below, -LIMIT, propagate_nan=tl.PropagateNan.ALL).to(DTYPE)
 
 
 @triton.jit
