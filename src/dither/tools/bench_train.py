@@ -16,6 +16,7 @@ and of FP8 recipes torchao with the same scales; the limit is the time of the mu
     torchao-rowwise      the same with one scale per row
     recipe:NAME          o1 with dither.convert(model, NAME): only the linear layers differ
     recipe:NAME+sr       bf16-sr with dither.convert(model, NAME)
+    recipe:NAME+fp8-mxfp4  recipe:NAME with MXFP4 on FP8 units, as if `dither doctor` had verified them; before the others
     recipe:NAME+output   recipe:NAME with the output layer in the same precision; recipe:NAME+output+sr with bf16-sr
     SR+companded8        bf16-sr or a recipe with +sr, with 8-bit states; SR+dynamic8 and SR+dynamic4 likewise
     SR+release           the same, updated in the backward pass, which frees gradients; after the states
@@ -50,6 +51,7 @@ from dither.errors import UserError
 from dither.models import PRESETS, Llama, compile_blocks, flops_per_token
 from dither.nn import convert, param_groups, sampling_parameters, step_context
 from dither.nn.convert import Conversion
+from dither.ops import backend
 from dither.optim import AdamMini, AdamW, Training, release_gradients, roles, training
 from dither.spec import MemoryOptions, Plan, Sampling
 from dither.spec.recipes import recipe
@@ -104,6 +106,8 @@ class StepMode:
     """The word before the colon or the first plus sign."""
     name: str = ""
     """The recipe, or the parts of the model whose weights are sampled."""
+    units: tuple[str, ...] = ()
+    """Native units that are taken as verified."""
     output: bool = False
     """True if the output layer has the precision of the recipe too."""
     sr: bool = False
@@ -130,6 +134,7 @@ class StepMode:
 
 
 PARTS: dict[str, tuple[str, object]] = {
+    "fp8-mxfp4": ("units", ("fp8-mxfp4",)),
     "output": ("output", True),
     "sr": ("sr", True),
     "companded8": ("states", "companded8"),
@@ -157,7 +162,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "bf16-sr": ("states", "release", "fsdp"),
     "torchao-tensorwise": ("fsdp",),
     "torchao-rowwise": ("fsdp",),
-    "recipe": ("output", "sr", "states", "release", "save", "hold", "swiglu", "fsdp"),
+    "recipe": ("units", "output", "sr", "states", "release", "save", "hold", "swiglu", "fsdp"),
     "gaussws": ("recompute", "optimizer", "fsdp"),
     "diffq": ("recompute", "optimizer", "fsdp"),
 }
@@ -295,7 +300,10 @@ def build(size: str, mode: str, device: str, *, peer: str | None = None, layers:
     if chosen.method == "recipe":
         plan = recipe(chosen.name)
         memory = MemoryOptions(chosen.save, chosen.hold, chosen.swiglu)  # type: ignore[arg-type]
-        converted = convert(model, plan.with_output() if chosen.output else plan, memory=memory)
+        here = backend.describe(torch.device(device), chosen.units) if chosen.units else None
+        if chosen.units and here is None:
+            raise UserError(f"The mode {mode!r} needs the matrix units of a GPU: leave +{'+'.join(chosen.units)} out.")
+        converted = convert(model, plan.with_output() if chosen.output else plan, memory=memory, engines=here)
         engines = _engines(converted)
     if chosen.method in ("gaussws", "diffq"):
         noise: Any = "rounded_normal" if chosen.method == "gaussws" else "uniform"
