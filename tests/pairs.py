@@ -202,6 +202,16 @@ def check_transformed(x: Tensor, text: str, axis: int, offset: tuple[int, int] =
     return wrong
 
 
+def check_with_values(x: Tensor, text: str, offset: tuple[int, int] = (0, 0), amax: Tensor | None = None) -> int:
+    """Both layouts of one kernel, the second one transformed, as codes and as BF16 numbers."""
+    cast, place, wrong = Cast.parse(text), torch.tensor([5, 0, STREAM.key], device=x.device), 0
+    draw, amax = draw_for(x, cast.round, offset), amax if cast.scaling.two_level else None
+    for container in (None, cast.element):
+        found = [code.quantize_with_values(x, cast, draw, place, amax, container) for code in (transforms, kernel_transforms)]
+        wrong += sum(map(differing, *found))
+    return wrong
+
+
 def check_transform(x: Tensor, text: str, axis: int) -> int:
     place = torch.tensor([5, 0, STREAM.key], device=x.device)
     found = (code.transform(x, Transform.parse(text), axis, place) for code in (transforms, kernel_transforms))

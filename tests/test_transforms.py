@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import dither
 from dither import Cast, Stream, UserError
-from dither.nn import Linear, convert, step_context
+from dither.nn import Linear, convert, functional, step_context
+from dither.ops import backend
 from dither.ops.reference import transforms
 from dither.spec import LayerPrecision, MemoryOptions, Plan, Transform
 
@@ -201,3 +202,21 @@ def test_signs_are_redrawn_by_step():
     assert not torch.equal(one[1], other[1])
     assert not torch.equal(one[2], other[2])
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, again, strict=True))
+
+
+@pytest.mark.parametrize("operand", ["input", "grad"])
+def test_both_layouts_at_once_are_those_of_two_casts(operand, monkeypatch):
+    """As on a GPU with BF16 units: NVFP4 along the rows as numbers, and after the transform along the columns."""
+    monkeypatch.setattr(backend, "has_bf16_units", lambda: True)
+    settings = functional.make_settings(dither.recipe("nvfp4").default, gpu=True)
+    casting, place = getattr(settings, operand), torch.tensor([3, 5, 77]) if operand == "grad" else None
+    assert casting.then_transformed
+    assert not settings.weight.then_transformed
+    x = random(50, 48).bfloat16()  # 50 rows are padded to 64
+    along, across, both = (
+        functional.cast_operand(x, casting, functional.Amax(), place, *wanted, None, None)
+        for wanted in ((True, False), (False, True), (True, True))
+    )
+    for one, other in zip((*along.along, *across.across), (*both.along, *both.across), strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or (one.dtype == other.dtype and torch.equal(one.float(), other.float()))

@@ -295,6 +295,22 @@ def test_reference_on_cpu_equals_reference_on_gpu() -> None:
     assert pairs.differing(philox.random_bits(draw, 1000, 1003, 16), philox.random_bits(there, 1000, 1003, 16)) == 0
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nvfp4 hadamard(16)",
+        "nvfp4 stochastic(16) hadamard(16)",
+        "nvfp4 stochastic(16) hadamard(128,redrawn)",
+        "mxfp4 stochastic(16) hadamard(64,redrawn)",
+        "mxfp8 hadamard(32)",
+    ],
+)
+def test_both_layouts_with_one_transformed(text: str) -> None:
+    x = pairs.hard_values(2048, 4096, torch.bfloat16, 9, "cuda")
+    assert pairs.check_with_values(x, text, (8, 16)) == 0
+    assert pairs.check_with_values(x.float()[:1003, ::2], text, (1, 3), torch.tensor(7.0, device="cuda")) == 0
+
+
 @pytest.mark.parametrize("text", ["nvfp4", "e2m1 block(16) nvfp4", "mxfp4", "mxfp8", "e4m3 tile(32) pow2_ceil"])
 def test_decoded_words(text: str) -> None:
     assert pairs.check_decoded(1024, 2048, text, "cuda") == 0

@@ -149,6 +149,9 @@ def calls() -> Iterator[str]:
                 mine = moved if cast.round.bits else None
                 transforms.quantize(x, cast, axis, mine, place, cast.element)
                 transforms.quantize_values(x, cast, axis, mine, place)
+                if axis == 0 and held_by_bf16(cast):
+                    for container in (None, cast.element):
+                        transforms.quantize_with_values(x, cast, mine, place, None, container)
         yield transform
     yield from level_calls()
     yield from product_calls()

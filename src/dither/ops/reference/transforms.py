@@ -65,6 +65,20 @@ def quantize_values(x: Tensor, cast: Cast, axis: int, draw: Draw | None, place: 
     return values, tensor
 
 
+def quantize_with_values(
+    x: Tensor, cast: Cast, draw: Draw | None, place: Tensor | None, given_amax: Tensor | None, container: Format | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return x cast along axis 1 without its transform, as BF16 numbers and a tensor scale, then what `quantize` does along 0.
+
+    Without a container, the second cast has numbers and no scales too, as `quantize_values` returns them.
+    """
+    (numbers,), outer = casts.quantize_values(x, cast.without_transform, (1,), draw, given_amax)
+    if container is None:
+        values, tensor = quantize_values(x, cast, 0, draw, place)
+        return numbers, outer, values, values.new_empty(0, dtype=torch.float32), tensor
+    return numbers, outer, *quantize(x, cast, 0, draw, place, container)
+
+
 def inverse(x: Tensor, transforming: Transform, axis: int, place: Tensor | None, length: int) -> Tensor:
     """Return the matrix that `transform` brings to x, with `length` elements along `axis`; H is symmetric."""
     if transforming.matrix == "hadamard":

@@ -36,8 +36,9 @@ from dither.ops.triton.scales import (
     tensor_factor,
 )
 from dither.ops.triton.tiles import (
+    by_rows,
     cast_program,
-    element_coordinates,
+    from_rows,
     largest,
     load_tile,
     restored,
@@ -46,6 +47,7 @@ from dither.ops.triton.tiles import (
     store_scales,
     tile_codes,
     tile_factors,
+    tile_places,
     tile_values,
 )
 from dither.spec import Cast, groups
@@ -352,8 +354,7 @@ def _quantize_once_kernel(
         x_ptr + first_row * stride_r + first_column * stride_c, step_ptr, key, row0 + first_row, column0 + first_column,
         rows - first_row, columns - first_column, 1, stride_r, stride_c, H, RUN, True, ROWS, COLUMNS, A, EVEN, True,
     )  # fmt: skip
-    x = tl.reshape(tl.permute(tl.reshape(x, [A, ROWS // A, COLUMNS]), (1, 0, 2)), [ROWS, COLUMNS])
-    random = tl.reshape(tl.permute(tl.reshape(random, [A, ROWS // A, COLUMNS]), (1, 0, 2)), [ROWS, COLUMNS])
+    x, random = by_rows(x, ROWS, COLUMNS, A), by_rows(random, ROWS, COLUMNS, A)
     multiply = x
     if G > 0:
         amax = largest(tl.reshape(tl.abs(x), [ROWS // G, G, COLUMNS // G, G]), H.NATIVE)
@@ -396,22 +397,18 @@ def _values_kernel(
         x_ptr + first_row * stride_r + first_column * stride_c, step_ptr, key, row0 + first_row, column0 + first_column,
         rows - first_row, columns - first_column, 1, stride_r, stride_c, H, RUN, True, ROWS, COLUMNS, A, EVEN, True,
     )  # fmt: skip
-    x = tl.reshape(tl.permute(tl.reshape(x, [A, ROWS // A, COLUMNS]), (1, 0, 2)), [ROWS, COLUMNS])
-    random = tl.reshape(tl.permute(tl.reshape(random, [A, ROWS // A, COLUMNS]), (1, 0, 2)), [ROWS, COLUMNS])
+    x, random = by_rows(x, ROWS, COLUMNS, A), by_rows(random, ROWS, COLUMNS, A)
     tensor = 1.0
     if S.STORED == "e4m3":
         tensor = tensor_factor(tl.load(amax_ptr), S)
         if tl.program_id(0) == 0:
             tl.store(tensor_ptr, tensor)
-    # Stored in the order of loading, nothing changes threads.
-    row, column = element_coordinates(tl.arange(0, ROWS * COLUMNS), ROWS * COLUMNS, COLUMNS, A, RUN, True)
-    at = first_row * columns + first_column + row.to(tl.int64) * columns + column
-    inside = (first_row + row < rows) & (first_column + column < columns)
+    at, inside = tile_places(first_row, first_column, rows, columns, columns, ROWS, COLUMNS, A, RUN, True)
     DTYPE: tl.constexpr = along_ptr.dtype.element_ty
     if ALONG:
         GP: tl.constexpr = G if SQUARE else 1
         value = tile_values(x, random, tensor, DTYPE, F, S, H, SCALE, W, ROWS, COLUMNS, GP, G)
-        value = tl.reshape(tl.permute(tl.reshape(value, [ROWS // A, A, COLUMNS]), (1, 0, 2)), [ROWS * COLUMNS])
+        value = from_rows(value, ROWS, COLUMNS, A)
         if EVEN:
             tl.store(along_ptr + at, value)
         else:
@@ -419,7 +416,7 @@ def _values_kernel(
     if ACROSS:
         GQ: tl.constexpr = G if SQUARE else 1
         value = tile_values(x, random, tensor, DTYPE, F, S, H, SCALE, W, ROWS, COLUMNS, G, GQ)
-        value = tl.reshape(tl.permute(tl.reshape(value, [ROWS // A, A, COLUMNS]), (1, 0, 2)), [ROWS * COLUMNS])
+        value = from_rows(value, ROWS, COLUMNS, A)
         if EVEN:
             tl.store(across_ptr + at, value)
         else:

@@ -89,6 +89,30 @@ def as_lines(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, A: tl.constexpr, RUN:
 
 
 @triton.jit
+def by_rows(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, A: tl.constexpr):
+    """Return elements that were loaded by rows, [N], as a tile [ROWS, COLUMNS]."""
+    return tl.reshape(tl.permute(tl.reshape(x, [A, ROWS // A, COLUMNS]), (1, 0, 2)), [ROWS, COLUMNS])
+
+
+@triton.jit
+def from_rows(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, A: tl.constexpr):
+    """Return a tile [ROWS, COLUMNS] in the order of loading by rows, [N]: the inverse of `by_rows`."""
+    return tl.reshape(tl.permute(tl.reshape(x, [ROWS // A, A, COLUMNS]), (1, 0, 2)), [ROWS * COLUMNS])
+
+
+@triton.jit
+def tile_places(
+    first_row, first_column, rows, columns, line,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, A: tl.constexpr, RUN: tl.constexpr, BY_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Return (offsets, masks) to store a tile of a matrix in the order of loading, so that nothing changes threads."""
+    N: tl.constexpr = ROWS * COLUMNS
+    row, column = element_coordinates(tl.arange(0, N), N, COLUMNS, A, RUN, BY_ROWS)
+    at = first_row * line + first_column + row.to(tl.int64) * line + column
+    return at, (first_row + row < rows) & (first_column + column < columns)
+
+
+@triton.jit
 def spread(groups, P: tl.constexpr, Q: tl.constexpr, GP: tl.constexpr, GQ: tl.constexpr):
     """Repeat one value per group, [P / GP, Q / GQ], to one per element, [P, Q]."""
     wide = tl.broadcast_to(groups[:, None, :, None], [P // GP, GP, Q // GQ, GQ])
