@@ -12,56 +12,96 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dither.ops.reference.mx_fp8 import E2M1, E4M3, GROUP, ROWS, SPAN, TILE, UP
-from dither.ops.triton import BoundKernel, interpreted
+from dither.ops.reference.mx_fp8 import E2M1, GROUP, ROWS, SPAN, TILE, UP
+from dither.ops.triton import BoundKernel, interpreted, native
 from dither.ops.triton.philox import program_tile, tiles
-from dither.ops.triton.rounding import as_bits, as_float, decode, encode, fields
+from dither.ops.triton.rounding import as_float, decode, fields
 from dither.ops.triton.tiles import spread
+
+
+# The bytes of eight codes of the word $2, looked up in the tables $3 (codes 0 to 3) and $4 (codes 4 to 7), with their signs: two
+# words of four. A permutation takes its selectors' fourth bits, the signs, as "repeat the byte's first bit": 0x80 becomes 0xFF.
+LOOKED_UP = tl.constexpr(
+    """{
+    .reg .b32 m, h, s;
+    and.b32 m, $2, 0x77777777;  shr.u32 h, $2, 16;
+    prmt.b32 s, 0x80808080, 0x80808080, $2;  shl.b32 s, s, 7;
+    prmt.b32 $0, $3, $4, m;  lop3.b32 $0, $0, s, 0x80808080, 0xF8;
+    shr.u32 m, m, 16;
+    prmt.b32 s, 0x80808080, 0x80808080, h;  shl.b32 s, s, 7;
+    prmt.b32 $1, $3, $4, m;  lop3.b32 $1, $1, s, 0x80808080, 0xF8;
+    }"""
+)
+
+
+@triton.jit
+def looked_up(words, low, high, NATIVE: tl.constexpr):
+    """Return the bytes of eight E2M1 codes in tables of four bytes each, for magnitudes 0 to 3 and 4 to 7, as two words."""
+    if NATIVE:
+        return tl.inline_asm_elementwise(
+            LOOKED_UP, "=&r,=&r,r,r,r", [words, low, high], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
+    first, second = words * 0, words * 0
+    for i in tl.static_range(8):
+        code = words >> (4 * i)
+        byte = ((code & 4) == 0).to(tl.int32) * (low >> (8 * (code & 3))) + ((code & 4) >> 2) * (high >> (8 * (code & 3)))
+        byte = (byte & 0x7F) | ((code & 8) << 4)
+        if i < 4:
+            first |= byte << (8 * i)
+        else:
+            second |= byte << (8 * i - 32)
+    return first, second
+
+
+@triton.jit
+def tables(shift):
+    """Return the E4M3 codes of E2M1's magnitudes times 2^shift, from -8 to 6: of 0, 0.5, 1, 1.5, and of 2, 3, 4, 6."""
+    # A larger exponent adds 8 to the code of a normal number; 0.5 * 2^-6, 1.5 * 2^-7 and 3 * 2^-8 are subnormal.
+    low, high = 0x3C383000 + shift * 0x08080800, 0x4C484440 + shift * 0x08080808
+    small = tl.where(shift == -6, 0x0C080400, tl.where(shift == -7, 0x06040200, 0x03020100))
+    return tl.where(shift < -5, small, low), tl.where(shift < -7, 0x0C080604, high)
 
 
 @triton.jit
 def _as_fp8_kernel(
     code_ptr, scale_ptr, out_ptr, out_scale_ptr, unfit_ptr, lines, length, code_line, scale_line, scale_group,
-    F: tl.constexpr, C: tl.constexpr, UP: tl.constexpr, SPAN: tl.constexpr, P: tl.constexpr, T: tl.constexpr,
-    EVEN: tl.constexpr,
+    UP: tl.constexpr, SPAN: tl.constexpr, NATIVE: tl.constexpr, P: tl.constexpr, T: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Store the E4M3 codes and scales of tiles, and add the tiles that do not fit to the count of their 128 rows."""
+    """Store the E4M3 codes and scales of tiles, and add the tiles that do not fit to the count of their 128 rows.
+
+    Codes are read and written in words, of eight and of four.
+    """
     Q: tl.constexpr = 128 * T
     _, first_line, first = program_tile(tl.program_id(0), lines, length, P, Q)
-    line, at = first_line + tl.arange(0, P), first + tl.arange(0, Q)
+    line = first_line + tl.arange(0, P)
     line64, in_line = line.to(tl.int64), (line < lines)[:, None]
-    octet, group = first // 2 + tl.arange(0, Q // 2), first // 32 + tl.arange(0, Q // 32)
+    word, group = first // 8 + tl.arange(0, Q // 8), first // 32 + tl.arange(0, Q // 32)
+    read = code_ptr.to(tl.pointer_type(tl.int32)) + line64[:, None] * (code_line // 4) + word[None, :]
+    scales = scale_ptr + line64[:, None] * scale_line + group[None, :] * scale_group
     if EVEN:
-        pair = tl.load(code_ptr + line64[:, None] * code_line + octet[None, :]).to(tl.int32)
-        exponent = tl.load(scale_ptr + line64[:, None] * scale_line + group[None, :] * scale_group).to(tl.int32)
+        words, exponent = tl.load(read), tl.load(scales).to(tl.int32)
     else:
-        inside = in_line & (octet * 2 < length)[None, :]
-        pair = tl.load(code_ptr + line64[:, None] * code_line + octet[None, :], mask=inside, other=0).to(tl.int32)
-        inside = in_line & (group * 32 < length)[None, :]
-        exponent = tl.load(scale_ptr + line64[:, None] * scale_line + group[None, :] * scale_group, mask=inside, other=127).to(
-            tl.int32
-        )
-    code = tl.reshape(tl.join(pair & 0xF, pair >> 4), [P, Q])
-    used = tl.max(tl.reshape(code & 7, [P, Q // 32, 32]), axis=2) > 0
+        words = tl.load(read, mask=in_line & (word * 8 < length)[None, :], other=0)
+        exponent = tl.load(scales, mask=in_line & (group * 32 < length)[None, :], other=127).to(tl.int32)
+    used = tl.max(tl.reshape(((words & 0x77777777) != 0).to(tl.int32), [P, Q // 32, 4]), axis=2) > 0
     largest = tl.max(tl.reshape(tl.where(used, exponent, -1), [P, T, 4]), axis=2)
     smallest = tl.min(tl.reshape(tl.where(used, exponent, 255), [P, T, 4]), axis=2)
     lost = tl.max(tl.reshape(exponent, [P, T, 4]), axis=2) == 255
     fits = (largest < 0) | ((largest - smallest <= SPAN) & (largest > UP)) | lost
     base = tl.where((largest < 0) | (fits == 0), 127, largest - UP)
-    shift = exponent - spread(base, P, Q // 32, 1, 4)
-    factor = as_float((tl.minimum(tl.maximum(shift, UP - SPAN), UP) + 127) << 23)
-    number = decode(code, F) * spread(factor, P, Q, 1, 32)
-    number = tl.where(spread((fits & (lost == 0)).to(tl.int32), P, Q, 1, 128) > 0, number, 0.0)
-    fp8 = encode(as_bits(number), C).to(out_ptr.dtype.element_ty)
+    low, high = tables(tl.minimum(tl.maximum(exponent - spread(base, P, Q // 32, 1, 4), UP - SPAN), UP))
+    words = tl.where(spread((fits & (lost == 0)).to(tl.int32), P, Q // 8, 1, 16) > 0, words, 0)
+    four, more = looked_up(words, spread(low, P, Q // 8, 1, 4), spread(high, P, Q // 8, 1, 4), NATIVE)
+    fp8, at = tl.reshape(tl.join(four, more), [P, Q // 4]), first // 4 + tl.arange(0, Q // 4)
     tile = first // 128 + tl.arange(0, T)
     restore = as_float(tl.where(lost, 0x7FC00000, base << 23))
-    out = out_ptr + line64[:, None] * length + at[None, :]
+    out = out_ptr.to(tl.pointer_type(tl.int32)) + line64[:, None] * (length // 4) + at[None, :]
     out_scale = out_scale_ptr + tile[None, :].to(tl.int64) * lines + line[:, None]
     if EVEN:
         tl.store(out, fp8)
         tl.store(out_scale, restore)
     else:
-        tl.store(out, fp8, mask=in_line & (at < length)[None, :])
+        tl.store(out, fp8, mask=in_line & (at * 4 < length)[None, :])
         tl.store(out_scale, restore, mask=in_line & (tile * 128 < length)[None, :])
     count = tl.sum((fits == 0).to(tl.int32))
     if count > 0:
@@ -69,7 +109,10 @@ def _as_fp8_kernel(
 
 
 def as_fp8(values: Tensor, scale: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (E4M3 codes [P, L], float32 scales of 1 x 128 tiles [P, T], tiles that do not fit per 128 rows, int32)."""
+    """Return (E4M3 codes [P, L], float32 scales of 1 x 128 tiles [P, T], tiles that do not fit per 128 rows, int32).
+
+    L is a multiple of 8.
+    """
     lines, device = values.shape[0], values.device
     codes = torch.empty((lines, length), dtype=torch.float8_e4m3fn, device=device)
     scales = torch.empty((-(-length // TILE), lines), dtype=torch.float32, device=device).T
@@ -91,10 +134,9 @@ def _as_fp8_launch(
         tiles(1, lines, length, P, T * TILE)[0],
         (lines, length, code_line, *scale),
         {
-            "F": fields(E2M1),
-            "C": fields(E4M3),
             "UP": UP,
             "SPAN": SPAN,
+            "NATIVE": native(device),
             "P": P,
             "T": T,
             "EVEN": lines % P == length % (T * TILE) == 0,

@@ -119,7 +119,7 @@ def word_numbers(words, scale, BITS: tl.constexpr, SATURATE: tl.constexpr):
     else:
         PTX: tl.constexpr = E2M1_SATURATED if SATURATE else E2M1_NUMBERS
         n01, n23, n45, n67 = tl.inline_asm_elementwise(
-            PTX, "=r,=r,=r,=r,r,f", [words, scale], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
+            PTX, "=&r,=&r,=&r,=&r,r,f", [words, scale], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
         )
         return tl.reshape(tl.join(tl.join(n01, n45), tl.join(n23, n67)), [words.shape[0], 4])
 
