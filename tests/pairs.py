@@ -161,16 +161,17 @@ def mx_operand(rows: int, columns: int, seed: int, device: str, spread: int = 8)
 
 
 def check_mx_fp8(rows: int, columns: int, device: str) -> int:
-    """Codes, scales and counts; the layout of scales along the other axis; lost groups."""
+    """Codes, scales and counts, of tiles and of blocks; the layout of scales along the other axis; lost groups."""
     wrong = 0
     for seed, lost in ((1, False), (2, True)):
         values, scale = mx_operand(rows, columns, seed, device)
         if lost:
             scale.view(torch.uint8)[rows // 3, 0] = 255
             scale = scale.T.contiguous().T
-        found = [code.as_fp8(values, scale, columns) for code in (mx_fp8, kernel_mx_fp8)]
-        wrong += sum(map(differing, *found))
-        assert found[0][2].sum() > 0
+        for blocks in (False, True):
+            found = [code.as_fp8(values, scale, columns, blocks) for code in (mx_fp8, kernel_mx_fp8)]
+            wrong += sum(map(differing, *found))
+            assert found[0][2].sum() > 0
     return wrong
 
 

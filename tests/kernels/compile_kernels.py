@@ -176,6 +176,7 @@ def product_calls() -> Iterator[str]:
         cast = Cast.parse("mxfp4")
         values, scale, _ = quantize.quantize(torch.zeros(rows, columns), cast, 1, None, None, cast.element)
         unfit = mx_fp8.as_fp8(values, scale, columns)[2]
+        mx_fp8.as_fp8(values, scale, columns, blocks=True)
         for dtype in (torch.bfloat16, torch.float32):
             out = torch.zeros(rows, rows, dtype=dtype)
             mx_fp8.replace_unfit(out, (values, scale), unfit, (values, scale), unfit, columns)

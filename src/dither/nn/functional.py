@@ -688,7 +688,7 @@ def product(
     where = f"{_where(name)}, {which.replace('_', ' ')} product"
     result: Tensor = torch.ops.dither.product(
         a.values, a.scale, a.tensor_scale, a_casting.stored, b.values, b.scale, b.tensor_scale, b_casting.stored,
-        length, bias, dtype, fast, settings.emulate, where, settings.verified,
+        length, bias, dtype, fast, settings.emulate, where, settings.verified, which != "weight_grad",
     )  # fmt: skip
     return result
 

@@ -18,9 +18,9 @@ from dither.ops.triton.philox import program_tile, tiles
 from dither.ops.triton.rounding import as_float, decode, fields
 from dither.ops.triton.tiles import spread
 
-
-# The bytes of eight codes of the word $2, looked up in the tables $3 (codes 0 to 3) and $4 (codes 4 to 7), with their signs: two
-# words of four. A permutation takes its selectors' fourth bits, the signs, as "repeat the byte's first bit": 0x80 becomes 0xFF.
+# The bytes of eight codes of the word $2, looked up in the tables $3 (codes 0 to 3) and $4 (codes 4 to 7), with their signs:
+# two words of four. A permutation takes the fourth bit of a selector, here the sign, as "repeat the byte's first bit", so that
+# 0x80 becomes 0xFF.
 LOOKED_UP = tl.constexpr(
     """{
     .reg .b32 m, h, s;
@@ -65,13 +65,15 @@ def tables(shift):
 @triton.jit
 def _as_fp8_kernel(
     code_ptr, scale_ptr, out_ptr, out_scale_ptr, unfit_ptr, lines, length, code_line, scale_line, scale_group,
-    UP: tl.constexpr, SPAN: tl.constexpr, NATIVE: tl.constexpr, P: tl.constexpr, T: tl.constexpr, EVEN: tl.constexpr,
+    UP: tl.constexpr, SPAN: tl.constexpr, NATIVE: tl.constexpr, P: tl.constexpr, T: tl.constexpr, BLOCKS: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
     """Store the E4M3 codes and scales of tiles, and add the tiles that do not fit to the count of their 128 rows.
 
-    Codes are read and written in words, of eight and of four.
+    Codes are read and written in words, of eight and of four. The P lines of a program share their tiles if BLOCKS.
     """
     Q: tl.constexpr = 128 * T
+    G: tl.constexpr = P if BLOCKS else 1
     _, first_line, first = program_tile(tl.program_id(0), lines, length, P, Q)
     line = first_line + tl.arange(0, P)
     line64, in_line = line.to(tl.int64), (line < lines)[:, None]
@@ -86,49 +88,63 @@ def _as_fp8_kernel(
     used = tl.max(tl.reshape(((words & 0x77777777) != 0).to(tl.int32), [P, Q // 32, 4]), axis=2) > 0
     largest = tl.max(tl.reshape(tl.where(used, exponent, -1), [P, T, 4]), axis=2)
     smallest = tl.min(tl.reshape(tl.where(used, exponent, 255), [P, T, 4]), axis=2)
-    lost = tl.max(tl.reshape(exponent, [P, T, 4]), axis=2) == 255
-    fits = (largest < 0) | ((largest - smallest <= SPAN) & (largest > UP)) | lost
+    most = tl.max(tl.reshape(exponent, [P, T, 4]), axis=2)
+    if BLOCKS:
+        largest, smallest, most = tl.max(largest, axis=0), tl.min(smallest, axis=0), tl.max(most, axis=0)
+        largest, smallest, most = largest[None, :], smallest[None, :], most[None, :]
+    lost = most == 255
+    fits = (largest < 0) | ((largest - smallest <= SPAN) & (largest > UP))
+    if BLOCKS:
+        fits, lost = fits & (most < 255), most < 0
+    else:
+        fits = fits | lost
     base = tl.where((largest < 0) | (fits == 0), 127, largest - UP)
-    low, high = tables(tl.minimum(tl.maximum(exponent - spread(base, P, Q // 32, 1, 4), UP - SPAN), UP))
-    words = tl.where(spread((fits & (lost == 0)).to(tl.int32), P, Q // 8, 1, 16) > 0, words, 0)
+    low, high = tables(tl.minimum(tl.maximum(exponent - spread(base, P, Q // 32, G, 4), UP - SPAN), UP))
+    words = tl.where(spread((fits & (lost == 0)).to(tl.int32), P, Q // 8, G, 16) > 0, words, 0)
     four, more = looked_up(words, spread(low, P, Q // 8, 1, 4), spread(high, P, Q // 8, 1, 4), NATIVE)
     fp8, at = tl.reshape(tl.join(four, more), [P, Q // 4]), first // 4 + tl.arange(0, Q // 4)
     tile = first // 128 + tl.arange(0, T)
     restore = as_float(tl.where(lost, 0x7FC00000, base << 23))
     out = out_ptr.to(tl.pointer_type(tl.int32)) + line64[:, None] * (length // 4) + at[None, :]
-    out_scale = out_scale_ptr + tile[None, :].to(tl.int64) * lines + line[:, None]
     if EVEN:
         tl.store(out, fp8)
-        tl.store(out_scale, restore)
     else:
         tl.store(out, fp8, mask=in_line & (at * 4 < length)[None, :])
+    if BLOCKS:
+        out_scale = out_scale_ptr + first_line // P * tl.cdiv(length, 128) + tile[None, :]
+        tl.store(out_scale, restore, mask=(tile * 128 < length)[None, :])
+    else:
+        out_scale = out_scale_ptr + tile[None, :].to(tl.int64) * lines + line[:, None]
         tl.store(out_scale, restore, mask=in_line & (tile * 128 < length)[None, :])
     count = tl.sum((fits == 0).to(tl.int32))
     if count > 0:
         tl.atomic_add(unfit_ptr + first_line // 128, count, sem="relaxed")
 
 
-def as_fp8(values: Tensor, scale: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
+def as_fp8(values: Tensor, scale: Tensor, length: int, blocks: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Return (E4M3 codes [P, L], float32 scales of 1 x 128 tiles [P, T], tiles that do not fit per 128 rows, int32).
 
-    L is a multiple of 8.
+    L is a multiple of 8. blocks: tiles are 128 x 128, and their scales [P / 128, T].
     """
-    lines, device = values.shape[0], values.device
+    lines, tiles, device = values.shape[0], -(-length // TILE), values.device
     codes = torch.empty((lines, length), dtype=torch.float8_e4m3fn, device=device)
-    scales = torch.empty((-(-length // TILE), lines), dtype=torch.float32, device=device).T
+    if blocks:
+        scales = torch.empty((-(-lines // ROWS), tiles), dtype=torch.float32, device=device)
+    else:
+        scales = torch.empty((tiles, lines), dtype=torch.float32, device=device).T
     unfit = torch.zeros(-(-lines // ROWS), dtype=torch.int32, device=device)
     if codes.numel():
-        launch = _as_fp8_launch(lines, length, values.stride(0), scale.stride(), values.dtype, device)
+        launch = _as_fp8_launch(lines, length, values.stride(0), scale.stride(), values.dtype, device, blocks)
         launch(values.view(torch.uint8), scale.view(torch.uint8), codes, scales, unfit)
     return codes, scales, unfit
 
 
 @functools.lru_cache(maxsize=4096)
 def _as_fp8_launch(
-    lines: int, length: int, code_line: int, scale: tuple[int, int], dtype: torch.dtype, device: torch.device
+    lines: int, length: int, code_line: int, scale: tuple[int, int], dtype: torch.dtype, device: torch.device, blocks: bool
 ) -> BoundKernel:
     """Return the kernel for operands of this shape. Dtype and device are part of the cache key."""
-    P, T = 32, 2
+    P, T = (ROWS, 1) if blocks else (32, 2)
     return BoundKernel(
         _as_fp8_kernel,
         tiles(1, lines, length, P, T * TILE)[0],
@@ -139,10 +155,11 @@ def _as_fp8_launch(
             "NATIVE": native(device),
             "P": P,
             "T": T,
+            "BLOCKS": blocks,
             "EVEN": lines % P == length % (T * TILE) == 0,
         },
         bits=(2,),
-        num_warps=4,
+        num_warps=8 if blocks else 4,
     )
 
 
