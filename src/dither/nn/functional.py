@@ -1125,11 +1125,13 @@ def _cast_with_transformed(
     """Cast x along its rows, and transform and cast it along its columns, at once."""
     along, across = casting
     _check_beginning(across, 0)
-    numbers, outer, *transformed = torch.ops.dither.quantize_with_values(
+    numbers, outer, values, scale, tensor = torch.ops.dither.quantize_with_values(
         x, across.cast, across.transform, across.container, amax.given, place, across.row, across.column,
         signs if across.redrawn else None,
     )  # fmt: skip
-    return OperandCodes(Codes(numbers, None, outer if along.two_level else None), _transformed_codes(*transformed, across, 0))
+    return OperandCodes(
+        Codes(numbers, None, outer if along.two_level else None), _transformed_codes(values, scale, tensor, across, 0)
+    )
 
 
 def _transformed_codes(values: Tensor, scale: Tensor, tensor: Tensor, casting: Casting, axis: int) -> Codes:

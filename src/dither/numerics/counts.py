@@ -58,8 +58,8 @@ class CastCounts(NamedTuple):
 def cast_counts(x: Tensor, cast: Cast, axis: int = -1, given_amax: Tensor | None = None, weight: bool = False) -> CastCounts:
     """Count the numbers that casting `x` along `axis` clips, flushes to zero or makes subnormal.
 
-    `given_amax` (0-d float32) replaces the tensor's own largest magnitude, as in delayed scaling. A `weight` in MXFP4 has to fit
-    FP8 in blocks of 128 x 128, other operands in tiles of 1 x 128.
+    `given_amax` (0-d float32) replaces the tensor's own largest magnitude, as in delayed scaling. A `weight` in MXFP4 has to
+    fit FP8 in blocks of 128 x 128, other operands in tiles of 1 x 128.
 
     >>> found = cast_counts(torch.tensor([0.0, 0.2, 0.3, 1.0, 6.0, 7.0]), Cast("e2m1"))
     >>> dict(zip(COUNTS, found.counts.tolist(), strict=True))  # 7 would be 8; 0.2 is below 0.25; 0.3 becomes 0.5

@@ -1,6 +1,6 @@
 """MXFP4 as FP8, as in `dither.ops.reference.mx_fp8`: the same codes, scales and counts, and the same blocks multiplied in BF16.
 
-Bytes that must move per element: 0.53 are read, 1.03 are written. Blocks that fit cost the second kernel two loads of a count.
+Bytes that must move per element: 0.53 are read, 1.03 are written. If all tiles fit, the second kernel reads the counts alone.
 
 Legend: a program has P lines of T tiles of 128 elements, or a block of 128 x 128 of a product.
 """
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dither.ops.reference.mx_fp8 import E2M1, GROUP, ROWS, SPAN, TILE, UP
-from dither.ops.triton import BoundKernel, interpreted, native
+from dither.ops.triton import BoundKernel, interpreted, multiprocessors, native
 from dither.ops.triton.philox import program_tile, tiles
 from dither.ops.triton.rounding import as_float, decode, fields
 from dither.ops.triton.tiles import spread
@@ -187,23 +187,34 @@ def _numbers(
 def _replace_kernel(
     a_ptr, a_scale_ptr, a_unfit_ptr, b_ptr, b_scale_ptr, b_unfit_ptr, out_ptr, P, Q, L, a_line, a_scale_line, a_scale_group,
     b_line, b_scale_line, b_scale_group, out_line,
-    F: tl.constexpr, STEP: tl.constexpr, WIDEN: tl.constexpr,
+    F: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr, STEP: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Store a block of 128 x 128 of A B^T, if its rows of A or of B have tiles that do not fit FP8; else leave it."""
+    """Store the blocks of 128 x 128 of A B^T whose rows of A or of B have tiles that do not fit FP8; leave the others.
+
+    A program takes every num_programs-th block, and none if all tiles fit, which it sees at once: DOWN and ACROSS are the
+    numbers of blocks, rounded up to powers of two.
+    """
     across = tl.cdiv(Q, 128)
-    block, block_t = tl.program_id(0) // across, tl.program_id(0) % across
-    if tl.load(a_unfit_ptr + block) + tl.load(b_unfit_ptr + block_t) > 0:
-        row, column = block * 128 + tl.arange(0, 128), block_t * 128 + tl.arange(0, 128)
-        total = tl.zeros([128, 128], dtype=tl.float32)
-        for start in range(0, L, STEP):
-            a = _numbers(a_ptr, a_scale_ptr, row, P, start, L, a_line, a_scale_line, a_scale_group, F, STEP)
-            b = _numbers(b_ptr, b_scale_ptr, column, Q, start, L, b_line, b_scale_line, b_scale_group, F, STEP)
-            if WIDEN:
-                total += tl.dot(a, tl.trans(b))
-            else:
-                total += tl.dot(a.to(tl.bfloat16), tl.trans(b.to(tl.bfloat16)))
-        out = out_ptr + row[:, None].to(tl.int64) * out_line + column[None, :]
-        tl.store(out, total.to(out_ptr.dtype.element_ty), mask=(row < P)[:, None] & (column < Q)[None, :])
+    blocks = tl.cdiv(P, 128) * across
+    down, side = tl.arange(0, DOWN), tl.arange(0, ACROSS)
+    unfit = tl.sum(tl.load(a_unfit_ptr + down, mask=down * 128 < P, other=0))
+    unfit += tl.sum(tl.load(b_unfit_ptr + side, mask=side * 128 < Q, other=0))
+    if unfit > 0:
+        zero = tl.program_id(0) * 0  # in the interpreter, loop variables are Python integers
+        for program in range(tl.program_id(0), blocks, tl.num_programs(0)):
+            block, block_t = (program + zero) // across, (program + zero) % across
+            if tl.load(a_unfit_ptr + block) + tl.load(b_unfit_ptr + block_t) > 0:
+                row, column = block * 128 + tl.arange(0, 128), block_t * 128 + tl.arange(0, 128)
+                total = tl.zeros([128, 128], dtype=tl.float32)
+                for start in range(0, L, STEP):
+                    a = _numbers(a_ptr, a_scale_ptr, row, P, start, L, a_line, a_scale_line, a_scale_group, F, STEP)
+                    b = _numbers(b_ptr, b_scale_ptr, column, Q, start, L, b_line, b_scale_line, b_scale_group, F, STEP)
+                    if WIDEN:
+                        total += tl.dot(a, tl.trans(b))
+                    else:
+                        total += tl.dot(a.to(tl.bfloat16), tl.trans(b.to(tl.bfloat16)))
+                out = out_ptr + row[:, None].to(tl.int64) * out_line + column[None, :]
+                tl.store(out, total.to(out_ptr.dtype.element_ty), mask=(row < P)[:, None] & (column < Q)[None, :])
 
 
 def replace_unfit(
@@ -212,10 +223,33 @@ def replace_unfit(
     """Overwrite the blocks of 128 x 128 of out [P, Q] that have rows of A or B with unfit tiles: A B^T of all numbers."""
     if not out.numel():
         return
-    strides = [stride for values, scale in (a, b) for stride in (values.stride(0), *scale.stride())]
+    strides = *((values.stride(0), *scale.stride()) for values, scale in (a, b)), out.stride(0)
     (a_codes, a_scale), (b_codes, b_scale) = ((values.view(torch.uint8), scale.view(torch.uint8)) for values, scale in (a, b))
-    grid = (triton.cdiv(out.shape[0], ROWS) * triton.cdiv(out.shape[1], ROWS),)
-    _replace_kernel[grid](
-        a_codes, a_scale, a_unfit, b_codes, b_scale, b_unfit, out, *out.shape, length, *strides, out.stride(0), fields(E2M1),
-        STEP=2 * GROUP, WIDEN=interpreted(), num_warps=8,
-    )  # fmt: skip
+    launch = _replace_launch(tuple(out.shape), length, strides, out.dtype, out.device)
+    launch(a_codes, a_scale, a_unfit, b_codes, b_scale, b_unfit, out)
+
+
+@functools.lru_cache(maxsize=4096)
+def _replace_launch(
+    size: tuple[int, int],
+    length: int,
+    strides: tuple[tuple[int, int, int], tuple[int, int, int], int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> BoundKernel:
+    """Return the kernel for products of this size. `dtype`, that of the product, is part of the cache key."""
+    a, b, out = strides
+    down, across = (triton.cdiv(n, ROWS) for n in size)
+    return BoundKernel(
+        _replace_kernel,
+        min(down * across, multiprocessors(device)),
+        (*size, length, *a, *b, out),
+        {
+            "F": fields(E2M1),
+            "DOWN": triton.next_power_of_2(down),
+            "ACROSS": triton.next_power_of_2(across),
+            "STEP": 2 * GROUP,
+            "WIDEN": interpreted(),
+        },
+        num_warps=8,
+    )
