@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-from dither.tools.bench_train import SIZES, build, check_size, parse_mode
+from dither.tools.bench_train import StepSettings, build, check_size, parse_mode
 
 PHASES = ("enter", "forward", "backward", "optimizer")
 
@@ -57,8 +57,9 @@ def profile(step, cuda: bool) -> list[dict]:
 
 def stepper(size: str, mode: str, sequence: int):
     """Return a training step whose phases are marked for the profiler."""
-    config, batch = SIZES[size]
-    built = build(size, mode, "cuda")
+    settings = StepSettings("cuda", sequence=sequence)
+    config, batch, _ = settings.shape(size)
+    built = build(size, mode, settings)
     model, optimizer, context = built.model, built.optimizer, built.context
     random, steps = torch.Generator("cuda").manual_seed(1), itertools.count()
 
@@ -141,7 +142,8 @@ def main() -> None:
     for size in arguments.sizes.split(","):
         check_size(size)
         for mode in arguments.modes.split(","):
-            parse_mode(mode)
+            if parse_mode(mode).graphs:
+                parser.error(f"{mode}: a graph has no phases; measure the mode without +graphs.")
             step = stepper(size, mode, arguments.sequence)
             for _ in range(6):
                 step()

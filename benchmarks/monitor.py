@@ -18,7 +18,7 @@ from gaps import profile
 
 import dither
 from dither.tools.bench import seconds_of
-from dither.tools.bench_train import SIZES, build
+from dither.tools.bench_train import SIZES, StepSettings, build
 
 
 def main() -> None:
@@ -32,9 +32,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="of each kind")
     parser.add_argument("--profile", action="store_true", help="the kernels of a look, by time")
     arguments = parser.parse_args()
-    config, batch = SIZES[arguments.size]
-    cuda = arguments.device.startswith("cuda")
-    built = build(arguments.size, arguments.mode, arguments.device)
+    settings = StepSettings(arguments.device, sequence=arguments.sequence)
+    config, batch, _ = settings.shape(arguments.size)
+    cuda, built = settings.cuda, build(arguments.size, arguments.mode, settings)
     model, optimizer, context = built.model, built.optimizer, built.context
     random = torch.Generator(arguments.device).manual_seed(1)
     text = torch.randint(config.vocab_size, (batch, arguments.sequence + 1), device=arguments.device, generator=random)

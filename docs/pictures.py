@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/concepts.md and docs/architecture.md as SVG files into docs/pictures/.
+"""Draw the pictures of docs/concepts.md, docs/architecture.md and docs/big-models.md as SVG files into docs/pictures/.
 
     python docs/pictures.py
 
@@ -6,7 +6,12 @@ Each picture has a light panel of its own, so that it is readable on light and o
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+
+from dither.spec.gpus import GPUS
+from dither.tools.memory import GIB, PrecisionChoice, StepPasses, estimate, llama3_of
+from dither.tools.recommend import memory_of, within
 
 FOLDER = Path(__file__).parent / "pictures"
 INK, FAINT, PANEL = "#1f2430", "#6b7280", "#fafbfc"
@@ -202,12 +207,50 @@ def house() -> Picture:
     return picture
 
 
+BYTES = {
+    "weights and codes": (("weights", "masters", "weight_codes"), BLUE),
+    "optimizer states": (("states",), VIOLET),
+    "gradients": (("gradients",), RED),
+    "activations": (("activations", "input_codes"), GREEN),
+    "logits and the rest": (("logits", "temporaries"), ORANGE),
+}
+"""Parts of an estimate of memory that are drawn together, and their color."""
+
+
+def big_models() -> Picture:
+    """Draw the estimated peaks of all of an 8B model by the memory of the GPU."""
+    shape, scale = llama3_of(8e9), 6.2
+    plain = estimate(shape, PrecisionChoice("bf16-rn").setting, StepPasses(batch=2, sequence=4096))
+    bars = {"plain BF16": plain}
+    for memory in (141, 80, 48, 24, 16):
+        gpu = replace(GPUS["h200"], memory=memory_of(f"{memory}GB"))
+        batch, sequence = (2, 4096) if memory > 16 else (1, 2048)
+        bars[f"{memory} GB, {batch} x {sequence}"] = within(shape, gpu, batch, sequence).estimate
+    picture = Picture(860, 74 + 40 * len(bars), "Estimated peak memory of an 8B Llama by GPU: where the bytes are")
+    x = 24.0
+    for name, (_, color) in BYTES.items():
+        picture.box(x, 16, 14, 14, fill=color)
+        picture.text(x + 20, 28, name)
+        x += 52 + 7.2 * len(name)
+    for place, (name, found) in enumerate(bars.items()):
+        x, y = 160.0, 48 + 40 * place
+        picture.text(148, y + 19, name, "end")
+        for parts, color in BYTES.values():
+            gib = sum(found.parts.get(part, 0) for part in parts) / GIB
+            if gib:
+                picture.box(x, y, gib * scale, 28, f"{gib:.1f}" if gib > 5 else "", color, 12)
+            x += gib * scale
+        picture.text(x + 10, y + 19, f"{found.peak / GIB:.1f} GiB", bold=True)
+    return picture
+
+
 PICTURES = {
     "scale-groups": scale_groups,
     "three-products": three_products,
     "weight-walk": weight_walk,
     "plan-walk": plan_walk,
     "house": house,
+    "big-models": big_models,
 }
 """Pictures by file name."""
 

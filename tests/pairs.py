@@ -51,6 +51,7 @@ RULES = [
     "e2m1 tile(32) eden(32) stochastic(8)",
     "e4m3 tensor static(0.0123)",
     "e5m2 tensor static(3) stochastic(8)",
+    *("int4-g32", "int4-g128", "int8 tile(64) bf16", "q4_0", "q8_0"),
 ]
 """Scale rules for which SCALINGS, times all formats, would be too many."""
 

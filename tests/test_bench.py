@@ -12,6 +12,7 @@ import torch
 
 from dither import cli, files
 from dither.errors import UserError
+from dither.nn.stored import StoredLinear
 from dither.tools import bench, bench_kernels, bench_plan, bench_train
 from dither.tools.bench import Bench, Beside, Case, Results, Row
 
@@ -232,7 +233,7 @@ def small(monkeypatch):
     """Make the tiny size of training steps smaller."""
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
     config = replace(bench_train.SIZES["tiny"][0], num_hidden_layers=1, vocab_size=64, **shape)
-    monkeypatch.setitem(bench_train.SIZES, "tiny", (config, 2))
+    monkeypatch.setitem(bench_train.SIZES, "tiny", (config, 2, 2048))
     settings = bench_train.StepSettings("cpu", sequence=16, warmup=1, steps=1)
     monkeypatch.setattr(bench_train, "settings_of", lambda bench: settings)
     monkeypatch.setattr(bench_plan, "settings_of", bench_train.settings_of)
@@ -250,6 +251,22 @@ def test_training_steps_of_the_guides_precisions(small):
         assert set(row.ratios) == {"a product in fp32", *(() if "o1" in row.name else ["o1"])}
     assert "torchao is not installed" in missing.why
     assert [peer.name for peer in rows[modes.index("recipe:fp8-current")].peers] == ["o1", "torchao-tensorwise"]
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "recipe:fp8-current+sr+companded8+host+release+chunked+checkpointing+input+none",
+        "recipe:fp8-current+sr+fp8-weights+dynamic4+release+chunked",
+        "bf16-sr+chunked+checkpointing",
+    ],
+)
+def test_training_steps_in_little_memory(small, mode):
+    found = bench_train.measure("tiny", [mode], bench_train.settings_of(Bench(CPU)))[mode]
+    assert found.ms > 0, found.why
+    built = bench_train.build("tiny", mode, bench_train.settings_of(Bench(CPU)))
+    assert built.model.loss_rows > 0
+    assert ("fp8-weights" in mode) == any(isinstance(module, StoredLinear) for module in built.model.modules())
 
 
 def test_modes_take_turns_in_one_process(small):
@@ -349,7 +366,7 @@ def test_every_mode_of_the_docstring_is_parsed():
 def test_native_units_of_a_mode_need_a_gpu():
     assert bench_train.parse_mode("recipe:mxfp4+fp8-mxfp4+sr").units == ("fp8-mxfp4",)
     with pytest.raises(UserError, match=r"'recipe:mxfp4\+fp8-mxfp4' needs the matrix units of a GPU: leave \+fp8-mxfp4 out"):
-        bench_train.build("tiny", "recipe:mxfp4+fp8-mxfp4", "cpu")
+        bench_train.build("tiny", "recipe:mxfp4+fp8-mxfp4", bench_train.StepSettings("cpu"))
 
 
 def test_parts_are_fields():
@@ -373,12 +390,14 @@ def test_parts_are_fields():
         ("recipe:", "There is no mode 'recipe:'"),
         ("gaussws:some", "There is no mode 'gaussws:some'"),
         ("o1:x", "There is no mode 'o1:x'"),
-        ("o1+sr", r"\+sr is unknown: o1 takes \+adamw, \+adam-mini, \+fsdp, \+fsdp-codes, in this order"),
+        ("o1+sr", r"\+sr is unknown: o1 takes \+adamw, \+adam-mini, \+fsdp, \+fsdp-codes, \+graphs, in this order"),
         ("bf16-sr+", r"\+ is unknown"),
         ("bf16-sr+fsdp+fsdp", r"\+fsdp is given twice or contradicts"),
         ("recipe:int8+input+one+none", r"\+none is given twice or contradicts"),
         ("recipe:int8+input+sr", r"\+sr is too late"),
-        ("recipe:int8+release", r"narrow states and \+release need \+sr"),
+        ("recipe:int8+release", r"\+release needs \+sr"),
+        ("o1+fsdp+graphs", r"\+graphs cannot capture the communication or the copies of \+fsdp"),
+        ("bf16-sr+host+release+graphs", r"\+graphs cannot capture .* of \+host and \+release"),
     ],
 )
 def test_a_wrong_mode_is_one_sentence(text, sentence):

@@ -209,7 +209,7 @@ def test_scale_rules(text: str, device: str) -> None:
     [
         *("e4m3 tile(16)", "e4m3 row", "e2m1 tile(16) nvfp4", "e2m1 tile(16) nvfp4 stochastic(16)", "int8 tile(16) pow2"),
         *("e2m1 tile(16) four_over_six", "e4m3 tile(16) pow2_round", "e2m1 tile(16) quest"),
-        "e2m1 tile(16) eden(64) stochastic(16)",
+        *("e2m1 tile(16) eden(64) stochastic(16)", "int4-g32", "q4_0", "q8_0"),
     ],
 )
 def test_lost_groups(text: str, device: str) -> None:
@@ -221,6 +221,24 @@ def test_lost_groups(text: str, device: str) -> None:
         assert pairs.check_quantize(x.to(device), cast, axis) == 0
         if cast.scaling.two_level:  # the tensor is lost, unless its magnitude is given
             assert pairs.check_quantize(x.to(device), cast, axis, amax=given) == 0
+
+
+def test_the_first_of_two_largest_values_gives_its_sign(device: str) -> None:
+    x = torch.ones(3, 64, device=device)
+    x[0, 5], x[0, 9], x[1, 40], x[1, 33] = 3.0, -3.0, 3.0, -3.0
+    x[2] = torch.tensor([0.0, -0.0], device=device).repeat(32)
+    scale = dither.quantize(x, "q4_0").scale
+    assert scale[0, 0] < 0 < scale[1, 1]
+    assert pairs.check_quantize(x, Cast.parse("q4_0"), 1) == 0
+    assert pairs.check_quantize(x.T.contiguous(), Cast.parse("q4_0"), 0) == 0
+
+
+@pytest.mark.parametrize("text", ["int4-g32", "int4-g128", "q4_0"])
+def test_integers_of_other_libraries_as_fp8_codes(text: str, device: str) -> None:
+    x = pairs.hard_values(37, 83, torch.bfloat16, 9, device)
+    x[1, 3] = torch.nan
+    assert pairs.check_quantize(x, Cast.parse(text), 1, container="e4m3") == 0
+    assert pairs.check_both(x, Cast.parse(text), container="e4m3") == 0
 
 
 @pytest.mark.parametrize(

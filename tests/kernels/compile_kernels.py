@@ -81,6 +81,7 @@ CASTS = [
     "e2m1 tile(32) quest",
     "e2m1 block(16) quest",
     "e2m1 tile(16) eden(128) stochastic(16)",
+    *("int4-g32", "int4-g128", "q4_0", "q8_0"),
     "fp16 block(32) fp32 stochastic(16)",
     "bf16 stochastic(16)",
 ]

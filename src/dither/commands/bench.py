@@ -38,7 +38,7 @@ def bench(
     Args:
         suites: What to measure.
         quick: Measure fewer sizes and modes, with fewer repetitions.
-        sizes: Llamas of train and plan: tiny, 134m, 360m, 1b, 3b, 8b4; by default 1b, or tiny on a CPU.
+        sizes: Llamas of train and plan: tiny, 134m, 360m, 1b, 3b, 8b4, 8b; by default 1b, or tiny on a CPU.
         modes: Precisions of train, such as o1 bf16-sr recipe:fp8-block+sr; docs/benchmarks.md describes them.
         together: Let the modes of train take turns in one process, which shows differences below a percent.
         prepare: Compile the modes of train in parallel first, on a GPU.

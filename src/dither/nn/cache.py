@@ -69,11 +69,12 @@ class StepCache:
             self.codes = codes
         return self.codes
 
-    def addresses(self) -> list[int]:
+    def addresses(self) -> list[int | None]:
         """Return where the tensors are."""
-        tensors = (self.w_hat, self.w_amax, self.b_t, self.input_b_t, self.draw)
-        found = [0 if layout is None else layout.values.data_ptr() for layout in self.codes or ()]
-        return found + [0 if x is None else x.data_ptr() for x in tensors]
+        along, across = self.codes or (None, None)
+        codes = (along and along.values, across and across.values)
+        tensors = (self.w_hat, self.w_amax, self.b_t, self.input_b_t, self.draw, *codes)
+        return [None if x is None else x.data_ptr() for x in tensors]
 
 
 def store_in_place(values: list[tuple[StepCache, str, Tensor]]) -> None:

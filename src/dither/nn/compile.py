@@ -5,12 +5,13 @@ BF16 there. A graph reads inputs, weights, levels of casts and places of random 
 steps and plans of the same families change its results without a new capture.
 
 Entering a step and the optimizer stay outside: they are one launch and two, and leave the GPU no gaps (`benchmarks/gaps.py`).
+Updates of released gradients (`dither.optim.release_gradients`) are part of backward, and of the graph.
 """
 
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed
@@ -137,7 +138,25 @@ Pass = Callable[..., Tensor]
 """Forward and backward of some tensors: adds to the gradients and returns the loss, 0-d."""
 
 
-def capture_passes(model: nn.Module, run: Pass) -> "GraphedPasses":
+class ReleasedUpdates(Protocol):
+    """The updates of weights that a backward pass makes: `dither.optim.ReleasedGradients`."""
+
+    enabled: bool
+
+    def begin(self) -> object:
+        """Begin a step: write its numbers to the device. Return what its kernels depend on besides these."""
+
+    def captured(self) -> Any:
+        """Return the updates of the pass that was just captured."""
+
+    def replayed(self, updates: Any) -> None:
+        """Take the updates of a replayed pass as made."""
+
+    def cancel(self) -> None:
+        """Forget the step that has begun, after a capture that failed."""
+
+
+def capture_passes(model: nn.Module, run: Pass, released: ReleasedUpdates | None = None) -> "GraphedPasses":
     """Return a function that replays `run`, a forward and backward pass, as a CUDA graph from the fourth step on.
 
     The result takes the tensors that `run` takes, always of the same shapes and dtypes, and returns the loss; losses and
@@ -150,6 +169,7 @@ def capture_passes(model: nn.Module, run: Pass) -> "GraphedPasses":
         model: A model on a GPU, best compiled by `dither.compile`. Several ranks, and a GradScaler, are not supported.
         run: A function that computes the loss of some tensors, calls backward, and returns the loss. It must not wait for the
             device, as by `loss.item()`.
+        released: What `dither.optim.release_gradients` returned, if gradients are released: their updates are captured too.
 
     A training loop, on a GPU:
 
@@ -168,7 +188,7 @@ def capture_passes(model: nn.Module, run: Pass) -> "GraphedPasses":
         raise UserError(f"capture_passes takes a model on one GPU, and the parameters of this one are on {names}.")
     if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         raise UserError("capture_passes does not capture the communication of several ranks: run the passes without it.")
-    return GraphedPasses(model, run)
+    return GraphedPasses(model, run, released=released)
 
 
 class GraphedPasses:
@@ -182,10 +202,18 @@ class GraphedPasses:
         run: The pass, which must not wait for the device.
         say: Called with a sentence if a pass cannot be captured, or if its inputs have changed their shape; the pass then runs
             as usual. Without it, both are errors.
+        released: The updates that the backward pass makes, which are part of the graph; None if it makes none. Passes in which
+            these are not enabled run as usual.
     """
 
-    def __init__(self, model: nn.Module, run: Pass, say: Callable[[str], None] | None = None) -> None:
-        self.run, self.say = run, say
+    def __init__(
+        self,
+        model: nn.Module,
+        run: Pass,
+        say: Callable[[str], None] | None = None,
+        released: ReleasedUpdates | None = None,
+    ) -> None:
+        self.run, self.say, self.released = run, say, released
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.layers = [module for module in model.modules() if isinstance(module, Linear)]
         self.possible = True
@@ -201,27 +229,31 @@ class GraphedPasses:
         """Rows that a layer draws for in each graph."""
         self.gradients: list[Tensor | None] = []
         self.inputs: list[Tensor] = []
+        self.updates: dict[bool, Any] = {}
+        """The updates of released gradients in each graph."""
 
     def __call__(self, *inputs: Tensor, first: bool | None = None) -> Tensor:
         """Run or replay the pass. Return its loss, 0-d.
 
         `first` says that the parameters have no gradients yet; by default this is looked up.
         """
-        if not self.possible:
-            return self.run(*inputs)
+        released = self.released
+        if not self.possible or (released is not None and not released.enabled):
+            return self._run(inputs)
         step = self._step()
         first = all(parameter.grad is None for parameter in self.parameters) if first is None else first
         self._check_shapes(inputs)
-        if first:
+        if first or released is not None:  # released gradients have one pass per step
             memory = tuple(parameter.data_ptr() for parameter in self.parameters)
-            key = (*self.shapes, memory, *(layer.cache_key() for layer in self.layers))
+            updates = None if released is None else released.begin()
+            key = (*self.shapes, memory, updates, *(layer.cache_key() for layer in self.layers))
             if key != self.key:
                 self._forget(key)
             self.steps += 1
         if self.steps <= WARMUP:
-            return self.run(*inputs)
+            return self._run(inputs)
         if first not in self.graphs and not self._capture(inputs, first=first):
-            return self.run(*inputs)
+            return self._run(inputs)
         for memory_of, given in zip(self.inputs, inputs, strict=True):
             memory_of.copy_(given)
         if first:
@@ -230,7 +262,17 @@ class GraphedPasses:
         if step is not None:
             step.move_rows(self.rows[first])
         self.graphs[first].replay()
+        if released is not None:
+            released.replayed(self.updates[first])
         return self.losses[first].clone()  # the next replay overwrites it
+
+    def _run(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        """Run the pass as usual.
+
+        A loss with its graph would keep nodes of autograd alive, which add gradients on the stream that they were made on: not
+        on that of a later capture.
+        """
+        return self.run(*inputs).detach()
 
     def _step(self) -> StepContext | None:
         """Return the current step if its rows are counted; None if they are given, or if no layer draws random bits."""
@@ -281,9 +323,14 @@ class GraphedPasses:
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 loss = self.run(*self.inputs).detach()
             self.rows[first] = self._drawn_rows()
+            if self.released is not None:
+                self.updates[first] = self.released.captured()
+                self.released.begin()
         except (RuntimeError, UserError) as error:
             torch.cuda.synchronize()
             generator.graphsafe_set_state(state)
+            if self.released is not None:
+                self.released.cancel()
             for parameter, gradient in zip(self.parameters, before, strict=True):
                 parameter.grad = gradient
             self._forget(self.key)

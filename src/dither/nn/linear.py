@@ -867,7 +867,10 @@ class Linear(nn.Linear):
 
     def _stored_weight(self) -> Tensor:
         """Return the numbers of the weight that this rank stores."""
-        return local(self._own_weight()) if self.gather is None else self.gather.stored()
+        if self.gather is not None:
+            return self.gather.stored()
+        weight = self._own_weight()
+        return weight if type(weight) is nn.Parameter else local(weight)
 
     def shares_scales(self) -> bool:
         """Return whether the scales of the weight span the shards of tensor parallelism."""
@@ -880,17 +883,23 @@ class Linear(nn.Linear):
         """Return whether the weight is sampled or cast once per step. FSDP2 gathers a sharded one in forward."""
         weight = self._own_weight()
         settings = self.settings_for(weight)
-        known = type(weight) in (Tensor, nn.Parameter) or isinstance(self._parameters.get("weight"), DTensor)
-        whole = not self.fully_sharded or (self.gather is not None and self.gather.cached_by_layer)
-        cast = settings.weight.cast and settings.hold != "none"
-        return known and whole and (cast or self.samples_once())
+        if (settings.hold == "none" or not settings.weight.cast) and not self.samples_once():
+            return False
+        known = type(weight) in (nn.Parameter, Tensor) or isinstance(self._parameters.get("weight"), DTensor)
+        return known and (not self.fully_sharded or (self.gather is not None and self.gather.cached_by_layer))
 
     def cache_key(self) -> tuple[object, ...]:
         """Return what launches of this layer depend on, besides numbers: its cache, and where its tensors are."""
-        read = (self._buffers["draw_place"], self._parameters["clip"], self._buffers["outlier_channels"])
-        memory = [self._stored_weight().data_ptr(), *(0 if x is None else local(x).data_ptr() for x in read)]
-        phase = (self.delayed.measures_now, self.outlying.measures, self.outlying.chosen, self.samples_once())
-        return (self.cache.number, *phase, *memory, *self.cache.addresses())
+        buffers, outlying, cache = self._buffers, self.outlying, self.cache
+        place, clip, channels = buffers["draw_place"], self._parameters["clip"], buffers["outlier_channels"]
+        return (
+            *(cache.number, self.delayed.measures_now, outlying.measures, outlying.chosen, self.samples_once()),
+            self._stored_weight().data_ptr(),
+            None if place is None else local(place).data_ptr(),
+            None if clip is None else local(clip).data_ptr(),
+            None if channels is None else local(channels).data_ptr(),
+            cache.addresses(),
+        )
 
     def samples_once(self) -> bool:
         """Return whether the weight is sampled once per step."""

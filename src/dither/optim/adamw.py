@@ -507,28 +507,53 @@ class Step:
         self._batches = optimizer._up_to_date()
         if optimizer._host is not None:
             optimizer._host.begin()
+        if expected:  # all tables are written before the first part, which a CUDA graph may have captured
+            numbers = self._batches.check()
+            self._count_expected()
+            self._batches.write(numbers)
         self._constants: Tensor | None = None  # None before the first part
         self._skip = self._first_skip = torch.zeros(0)
         """0-d int32: 1 if gradients so far, or those of the first part, are not finite."""
         self._squares: Tensor | None = None
         """Sum of the squares of the gradients so far, 0-d float64; None if it is not needed."""
         self._updated: set[int] = set()
+        self._used: list[Arrangement] = []  # kept alive: a CUDA graph that captured this step reads their tables
+
+    @property
+    def begun(self) -> bool:
+        """True from the first part on."""
+        return self._constants is not None
+
+    def key(self) -> object:
+        """Return what the kernels of all parts depend on, besides numbers on the device: options, and addresses of tensors."""
+        optimizer = self.optimizer
+        tables = [self._batches.hyper, *(() if (previous := optimizer.previous_squares) is None else (previous,))]
+        return (
+            *self._signature(list(self.expected or ()), []),
+            *(optimizer.max_norm, optimizer.nonfinite, *((table.device, table.data_ptr()) for table in tables)),
+        )
+
+    def replay(self, captured: "Step") -> list[Member]:
+        """Take the parts of a captured step, which a CUDA graph has replayed, as those of this one; return their members."""
+        self._constants, self._squares = captured._constants, captured._squares
+        self._skip, self._first_skip, self._updated = captured._skip, captured._first_skip, set(captured._updated)
+        members = [self._batches.members[index] for index in sorted(self._updated)]
+        torch.autograd.graph.increment_version([member.parameter for member in members])
+        return members
 
     def add(self, members: Sequence[Member], unit: str = "") -> list[Member]:
         """Update those members that have a gradient, and return them; `unit` names this part of a step."""
         active, gradients = self._gradients(members)
         if not active:
             return active
-        optimizer, batches, first = self.optimizer, self._batches, self._constants is None
-        numbers = batches.check() if first else []
-        if first and self.expected is not None:
-            self._count_expected()
-            batches.write(numbers)
+        optimizer, batches = self.optimizer, self._batches
+        numbers = batches.check() if self.expected is None else []
         matrices = [
             as_matrix((g if member.role is None else member.oriented(g)).contiguous())
             for member, g in zip(active, gradients, strict=True)
         ]
         arranged = self._arranged(unit, active, matrices)
+        self._used.append(arranged)
         if self.expected is None:
             batches.activate(active)
             batches.write(numbers)
@@ -565,8 +590,11 @@ class Step:
         optimizer.skipped += self._skip - self._first_skip
         if optimizer.max_norm:
             before = optimizer.previous_squares
-            before = self._squares if before is None else before.to(self._squares.device)
-            optimizer.previous_squares = torch.where(self._squares.isfinite(), self._squares, before)
+            if before is None or before.device != self._squares.device:
+                before = (self._squares if before is None else before).to(self._squares.device, copy=True)
+                optimizer.previous_squares = before
+            # In place: a CUDA graph of the backward pass reads it there.
+            before.copy_(torch.where(self._squares.isfinite(), self._squares, before))
         if optimizer.nonfinite == "raise" and bool(self._skip):
             partly = (
                 "no weight was changed"

@@ -7,8 +7,9 @@ model does.
 
 import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -22,6 +23,11 @@ from dither.nn.linear import Linear
 from dither.optim.adamw import AdamW, Step
 from dither.optim.groups import Member
 
+SECOND = (
+    "A second backward pass came before optimizer.step(), and the gradients of the first one are already used: with "
+    "release_gradients, a step has one backward pass, without accumulation."
+)
+
 REST = ""
 """The unit of what `step` updates: bitwidths and learned clips, whose gradients may come from several backward passes."""
 
@@ -34,6 +40,15 @@ def unit_of(name: str) -> str:
     """
     found = re.match(r"(?:[^.]+\.)*?\d+(?=\.)", name)
     return found.group() if found else name
+
+
+@dataclass(frozen=True)
+class CapturedUpdates:
+    """The updates of a backward pass that a CUDA graph replays."""
+
+    step: Step
+    left: dict[str, set[int]]
+    """What is left to `finish` of each unit."""
 
 
 class ReleasedGradients:
@@ -83,30 +98,75 @@ class ReleasedGradients:
             handle.remove()
         self.optimizer.released = None
 
+    # Passes as CUDA graphs ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def begin(self) -> object:
+        """Begin a step before its backward pass. Return what its kernels depend on, besides numbers on the device.
+
+        Learning rates and counts are on the device then, where a captured pass reads them.
+        """
+        if self._step is not None and self._step.begun:
+            raise UserError(SECOND)
+        self._step = self._begun()
+        return self._step.key()
+
+    def captured(self) -> CapturedUpdates:
+        """Return the updates of the pass that was just captured. None of them has been made."""
+        assert self._step is not None
+        made = CapturedUpdates(self._step, self._left)
+        self.cancel()
+        return made
+
+    def replayed(self, updates: CapturedUpdates) -> None:
+        """Take the updates that a CUDA graph has made, after `begin`, as those of the backward pass."""
+        assert self._step is not None
+        self._accept(self._step.replay(updates.step))
+        self._left = {unit: set(numbers) for unit, numbers in updates.left.items()}
+
+    def cancel(self) -> None:
+        """Forget the step under way: it has ended, or a capture has done nothing of it."""
+        self._step = None
+        self._left = {unit: set(numbers) for unit, numbers in self.units.items()}
+
+    # A step ------------------------------------------------------------------------------------------------------------
+
     def _complete(self, parameter: Tensor) -> None:
         """Note that a gradient is complete, and update its unit if it was the last one."""
         unit = self._unit[id(parameter)]
         left = self._left[unit]
         if id(parameter) not in left:
-            raise UserError(
-                "A second backward pass came before optimizer.step(), and the gradients of the first one are already used: "
-                "with release_gradients, a step has one backward pass, without accumulation."
-            )
+            raise UserError(SECOND)
         left.discard(id(parameter))
         if not left:
             self._update(unit)
+
+    def _begun(self) -> Step:
+        members = self.optimizer.members()
+        self._members = {each: [] for each in (*self.units, REST)}
+        for member in members:  # parameters that joined the optimizer later are updated by `step`
+            self._members[self._unit.get(id(member.parameter), REST)].append(member)
+        return self.optimizer.begin([member for member in members if member.parameter.requires_grad])
 
     @torch.no_grad()
     def _update(self, unit: str) -> None:
         """Update those parameters of a unit that have gradients, and free these."""
         if self._step is None:
-            members = self.optimizer.members()
-            self._members = {each: [] for each in (*self.units, REST)}
-            for member in members:  # parameters that joined the optimizer later are updated by `step`
-                self._members[self._unit.get(id(member.parameter), REST)].append(member)
-            self._step = self.optimizer.begin([member for member in members if member.parameter.requires_grad])
-        for member in self._step.add(self._members[unit], f"unit {unit}"):
+            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+                self.cancel()
+                raise UserError(
+                    "A backward pass that releases gradients is captured in a CUDA graph, which would keep the learning rate "
+                    "of this step: capture it by dither.capture_passes(model, run, released=optimizer.released)."
+                )
+            self._step = self._begun()
+        updated = self._step.add(self._members[unit], f"unit {unit}")
+        for member in updated:
             member.parameter.grad = None
+        self._accept(updated)
+
+    def _accept(self, updated: Sequence[Member]) -> None:
+        """Let the layers of updated weights accept that these have changed."""
+        for member in updated:
             for layer in self._layers.get(id(member.parameter), ()):
                 layer.accept_update()
 
@@ -121,8 +181,8 @@ class ReleasedGradients:
         for unit in (*self.units, REST):  # parameters that the loss did not depend on, and those without hooks
             if unit == REST or self._left[unit]:
                 self._update(unit)
-        step, self._step = self._step, None
-        self._left = {unit: set(numbers) for unit, numbers in self.units.items()}
+        step = self._step
+        self.cancel()
         if step is not None:
             step.finish()
 

@@ -361,7 +361,7 @@ class LayerPrecision:
     @property
     def plain(self) -> bool:
         """Return True if nothing is cast or sampled, so that the layer computes what nn.Linear does."""
-        return self == PLAIN
+        return self.uncast and self == PLAIN
 
     def on(self, name: str) -> "LayerPrecision":
         """Return the precision of the layer called `name`: without samplings whose `parts` do not include it."""

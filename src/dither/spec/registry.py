@@ -276,9 +276,16 @@ for _rule in (
         values=True,
         kernel=True,
     ),
-    ScaleRule("bf16", about="compressed-tensors' integers: largest magnitude / half the range, in bfloat16", exported="bf16"),
-    ScaleRule("q4_0", about="llama.cpp: largest magnitude to -8, with its sign, in float16", values=True, exported="fp16"),
-    ScaleRule("q8_0", about="llama.cpp: largest magnitude / 127, in float16", exported="fp16"),
+    ScaleRule(
+        "bf16",
+        about="compressed-tensors' integers: largest magnitude / half the range, in bfloat16",
+        exported="bf16",
+        kernel=True,
+    ),
+    ScaleRule(
+        "q4_0", about="llama.cpp: largest magnitude to -8, with its sign, in float16", values=True, exported="fp16", kernel=True
+    ),
+    ScaleRule("q8_0", about="llama.cpp: largest magnitude / 127, in float16", exported="fp16", kernel=True),
     ScaleRule("pow2_mse", about="pow2 or twice that, with the smaller squared error", storage="pow2"),
     ScaleRule("static", about="the number in brackets, one scale per tensor", arguments=1, kernel=True),
     ScaleRule("four_over_six", about="nvfp4 for 6 or for 4, with the smaller squared error", storage="nvfp4", kernel=True),

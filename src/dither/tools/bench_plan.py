@@ -19,7 +19,7 @@ from dither.nn import Conversion
 from dither.snip import Goal, Scores, Snip, SnipSettings, TrainingSetup, choose, options, score
 from dither.spec.random import Stream
 from dither.tools.bench import Bench, Beside, Case, Row, seconds_of
-from dither.tools.bench_train import SIZES, build, check_size, settings_of
+from dither.tools.bench_train import build, check_size, settings_of
 
 SUITE = "plan"
 MODE, LEVELS = "recipe:fp8-block", "fp8-block,fp4-block"
@@ -34,11 +34,11 @@ class Trained:
     """A model in training, and the time of its ordinary steps."""
 
     def __init__(self, size: str, bench: Bench) -> None:
-        config, self.batch = SIZES[size]
         self.settings, self.device = settings_of(bench), bench.device
-        self.built = build(size, MODE, self.settings.device)
+        config, self.batch, self.sequence = self.settings.shape(size)
+        self.built = build(size, MODE, self.settings)
         random = torch.Generator(self.device).manual_seed(1)
-        shape = (self.batch, self.settings.sequence + 1)
+        shape = (self.batch, self.sequence + 1)
         self.text = torch.randint(config.vocab_size, shape, device=self.device, generator=random)
         for _ in range(4 if self.settings.cuda else 1):
             self.step()
@@ -73,7 +73,7 @@ def cases(bench: Bench, sizes: Sequence[str] = ()) -> Iterator[Case]:
         check_size(size)
         trained = cache(partial(Trained, size, bench))
         measures = {f"{size}, SNIP's solver": _solver, f"{size}, waits for a plan every {INTERVAL} steps": _controller}
-        sequence, batch = settings_of(bench).sequence, SIZES[size][1]
+        _, batch, sequence = settings_of(bench).shape(size)
         for probe, rows in product(TIMED[: 1 if bench.quick else None], sorted({max(1, batch // 2), batch})):
             name = f"{size}, SNIP's estimates with probe={probe}, {rows} x {sequence} tokens"
             yield Case(SUITE, name, partial(_measure, trained, partial(_estimate, probe=probe, rows=rows), name))
@@ -87,7 +87,7 @@ def _measure(trained: Callable[[], Trained], measure: Callable[[Trained, str], R
 
 
 def _estimate(trained: Trained, name: str, *, probe: str, rows: int) -> Row:
-    parts = trained.parts(rows, trained.settings.sequence)
+    parts = trained.parts(rows, trained.sequence)
     trained.score(probe, parts)  # the first call compiles kernels
     seconds, peak = seconds_of(partial(trained.score, probe, parts), trained.device)
 
@@ -104,7 +104,7 @@ def _estimate(trained: Trained, name: str, *, probe: str, rows: int) -> Row:
 
 
 def _solver(trained: Trained, name: str) -> Row:
-    found = trained.score("last", trained.parts(1, trained.settings.sequence))
+    found = trained.score("last", trained.parts(1, trained.sequence))
 
     def solve() -> None:
         choose(found.harm(), found.statistics.layers, options(LEVELS), Goal(target=0.75))
@@ -120,7 +120,7 @@ def _controller(trained: Trained, name: str) -> Row:
     setup = TrainingSetup(step_tokens=trained.text[:, 1:].numel())
     built = trained.built
     snip = Snip(Conversion.of(built.model), built.optimizer, settings, forward=trained.loss, setup=setup)
-    tokens, sequence = snip.effort.tokens or 0, trained.settings.sequence
+    tokens, sequence = snip.effort.tokens or 0, trained.sequence
     parts = trained.parts(max(1, tokens // sequence), min(sequence, tokens))
     trained.score(snip.effort.probe if snip.effort.steps == 1 else "direct", parts, "warm")  # compiles kernels
     ordinary, waits = trained.ordinary, list[float]()

@@ -18,8 +18,12 @@ and of FP8 recipes torchao with the same scales; the limit is the time of the mu
     recipe:NAME+sr       bf16-sr with dither.convert(model, NAME)
     recipe:NAME+fp8-mxfp4  recipe:NAME with MXFP4 on FP8 units, as if `dither doctor` had verified them; before the others
     recipe:NAME+output   recipe:NAME with the output layer in the same precision; recipe:NAME+output+sr with bf16-sr
+    torchao-tensorwise+adamw8bit    bfloat16 parameters, torchao's layers and its AdamW8bit with stochastic rounding
     SR+companded8        bf16-sr or a recipe with +sr, with 8-bit states; SR+dynamic8 and SR+dynamic4 likewise
+    SR+host              the same with states in host memory; after the states
     SR+release           the same, updated in the backward pass, which frees gradients; after the states
+    SR+chunked           logits of some rows at a time; SR+checkpointing recomputes blocks in backward
+    recipe:NAME+sr+fp8-weights    weights stored in FP8, after +sr
     RECIPE+input         any of the recipes so far with MemoryOptions(save="input"); +one or +none after it are its hold=
     RECIPE+swiglu        any of the recipes so far with MemoryOptions(swiglu="fp8")
     gaussws:PARTS        o1 with sampled weights, parts all, od, qkv, out, up or down; +recompute keeps no copy of them
@@ -28,6 +32,7 @@ and of FP8 recipes torchao with the same scales; the limit is the time of the mu
     METHOD+adamw         the same with dither.optim.AdamW, which differs from Adam-mini in its second moments only
     MODE+fsdp            any mode but fp32, fp16 and o2, sharded by FSDP2 over this one rank: its cost without communication
     MODE+fsdp-codes      the same; layers hold their codes for a step and FSDP2 gathers nothing of them
+    MODE+graphs          any mode of o1, bf16-sr, recipes and sampled weights without FSDP2: passes are replayed as a CUDA graph
 """
 
 import concurrent.futures
@@ -49,26 +54,29 @@ from torch import Tensor, nn
 
 from dither.errors import UserError
 from dither.models import PRESETS, Llama, compile_blocks, flops_per_token
-from dither.nn import convert, param_groups, sampling_parameters, step_context
+from dither.nn import capture_passes, convert, param_groups, sampling_parameters, step_context, store_weights
 from dither.nn.convert import Conversion
 from dither.ops import backend
 from dither.optim import AdamMini, AdamW, Training, release_gradients, roles, training
+from dither.parallel.apply import recompute_blocks
 from dither.spec import MemoryOptions, Plan, Sampling
+from dither.spec.layer import chunk_rows
 from dither.spec.recipes import recipe
 from dither.tools.bench import GIB, Bench, Beside, Case, Row, product_limit, reason, use_peers
 from dither.tools.recommend import cpu_here
 
 SUITE = "train"
 
-SIZES: dict[str, tuple[Any, int]] = {
-    "tiny": (PRESETS["tiny"], 2),
-    "134m": (PRESETS["llama-134m"], 24),
-    "360m": (PRESETS["llama-360m"], 16),
-    "1b": (PRESETS["llama-1b"], 8),
-    "3b": (PRESETS["llama-3b"], 3),
-    "8b4": (dataclasses.replace(PRESETS["llama-8b"], num_hidden_layers=4), 4),  # type: ignore[arg-type]
+SIZES: dict[str, tuple[Any, int, int]] = {
+    "tiny": (PRESETS["tiny"], 2, 2048),
+    "134m": (PRESETS["llama-134m"], 24, 2048),
+    "360m": (PRESETS["llama-360m"], 16, 2048),
+    "1b": (PRESETS["llama-1b"], 8, 2048),
+    "3b": (PRESETS["llama-3b"], 3, 2048),
+    "8b4": (dataclasses.replace(PRESETS["llama-8b"], num_hidden_layers=4), 4, 2048),  # type: ignore[arg-type]
+    "8b": (dataclasses.replace(PRESETS["llama-8b"], vocab_size=128256), 2, 4096),
 }
-"""Model and sequences per step."""
+"""Model, sequences per step, and their length."""
 
 MODES = (
     *("o1", "fp32", "fp16", "o2", "bf16-sr"),
@@ -112,10 +120,18 @@ class StepMode:
     """True if the output layer has the precision of the recipe too."""
     sr: bool = False
     """True if bfloat16 parameters are updated with stochastic rounding: bf16-sr, and recipes with +sr."""
+    stored: bool = False
+    """True if weights are stored in FP8."""
     states: str | None = None
     """Format of the optimizer's states with stochastic rounding; None for bfloat16."""
+    host: bool = False
+    """True if states are in host memory."""
     release: bool = False
     """True if parameters are updated in the backward pass."""
+    chunked: bool = False
+    """True if the loss is computed in parts."""
+    checkpointing: bool = False
+    """True if blocks are recomputed in backward."""
     save: str = "codes"
     hold: str = "both"
     swiglu: str = "exact"
@@ -123,24 +139,30 @@ class StepMode:
     recompute: bool = False
     """True if sampled weights are computed again in backward."""
     optimizer: str = ""
-    """Dither's optimizer, adamw or adam-mini; "" for torch's AdamW."""
+    """Dither's optimizer, adamw or adam-mini, or torchao's adamw8bit; "" for torch's AdamW."""
     fsdp: str = ""
     """fsdp or fsdp-codes if FSDP2 shards the model."""
+    graphs: bool = False
+    """True if passes are replayed as a CUDA graph."""
 
     @property
     def narrow(self) -> bool:
         """True if parameters are bfloat16."""
-        return self.sr or self.method == "bf16-nearest"
+        return self.sr or self.method == "bf16-nearest" or self.optimizer == "adamw8bit"
 
 
 PARTS: dict[str, tuple[str, object]] = {
     "fp8-mxfp4": ("units", ("fp8-mxfp4",)),
     "output": ("output", True),
     "sr": ("sr", True),
+    "fp8-weights": ("stored", True),
     "companded8": ("states", "companded8"),
     "dynamic8": ("states", "dynamic8"),
     "dynamic4": ("states", "dynamic4"),
+    "host": ("host", True),
     "release": ("release", True),
+    "chunked": ("chunked", True),
+    "checkpointing": ("checkpointing", True),
     "input": ("save", "input"),
     "one": ("hold", "one"),
     "none": ("hold", "none"),
@@ -148,25 +170,32 @@ PARTS: dict[str, tuple[str, object]] = {
     "recompute": ("recompute", True),
     "adamw": ("optimizer", "adamw"),
     "adam-mini": ("optimizer", "adam-mini"),
+    "adamw8bit": ("optimizer", "adamw8bit"),
     "fsdp": ("fsdp", "fsdp"),
     "fsdp-codes": ("fsdp", "fsdp-codes"),
+    "graphs": ("graphs", True),
 }
 """Field of a mode that each part sets, and its value, in the order in which the parts are written."""
 
+LEAN = ("states", "host", "release", "chunked", "checkpointing")
+"""Fields of modes with stochastic rounding that save memory."""
+
 FIELDS: dict[str, tuple[str, ...]] = {
-    "o1": ("optimizer", "fsdp"),
+    "o1": ("optimizer", "fsdp", "graphs"),
     "fp32": (),
     "fp16": (),
     "o2": (),
     "bf16-nearest": ("fsdp",),
-    "bf16-sr": ("states", "release", "fsdp"),
-    "torchao-tensorwise": ("fsdp",),
+    "bf16-sr": (*LEAN, "fsdp", "graphs"),
+    "torchao-tensorwise": ("optimizer", "fsdp"),
     "torchao-rowwise": ("fsdp",),
-    "recipe": ("units", "output", "sr", "states", "release", "save", "hold", "swiglu", "fsdp"),
-    "gaussws": ("recompute", "optimizer", "fsdp"),
-    "diffq": ("recompute", "optimizer", "fsdp"),
+    "recipe": ("units", "output", "sr", "stored", *LEAN, "save", "hold", "swiglu", "fsdp", "graphs"),
+    "gaussws": ("recompute", "optimizer", "fsdp", "graphs"),
+    "diffq": ("recompute", "optimizer", "fsdp", "graphs"),
 }
 """Fields that the parts of each method may set."""
+
+OPTIMIZERS = tuple(part for part, (field, _) in PARTS.items() if field == "optimizer")
 
 SAMPLED = ("all", "od", "qkv", "out", "up", "down")
 """Parts of a model whose weights gaussws and diffq sample."""
@@ -188,6 +217,7 @@ def parse_mode(text: str) -> StepMode:
     if method == "recipe":
         recipe(name)
     known = [part for part, (field, _) in PARTS.items() if field in FIELDS[method]]
+    known = [part for part in known if (part == "adamw8bit") is (method == "torchao-tensorwise") or part not in OPTIMIZERS]
     takes = f"{method} takes +{', +'.join(known)}, in this order" if known else f"{method} takes no parts"
     found: dict[str, Any] = {"sr": True} if method == "bf16-sr" else {}
     last = -1
@@ -201,8 +231,12 @@ def parse_mode(text: str) -> StepMode:
             raise UserError(f"In the mode {text!r}, +{part} is too late: {takes}.")
         found[field], last = value, known.index(part)
     mode = StepMode(method, name, **found)
-    if (mode.states or mode.release) and not mode.sr:
-        raise UserError(f"In the mode {text!r}, narrow states and +release need +sr.")
+    lean = [part for part in parts if PARTS[part][0] in ("stored", *LEAN)]
+    if lean and not mode.sr:
+        raise UserError(f"In the mode {text!r}, +{lean[0]} needs +sr.")
+    if mode.graphs and (mode.fsdp or (mode.host and mode.release)):
+        part = mode.fsdp or "host and +release"
+        raise UserError(f"In the mode {text!r}, +graphs cannot capture the communication or the copies of +{part}.")
     return mode
 
 
@@ -231,7 +265,8 @@ class StepSettings:
     """How steps are measured."""
 
     device: str
-    sequence: int = 2048
+    sequence: int | None = None
+    """Tokens per sequence, instead of the size's own."""
     warmup: int = 5
     """Steps before the timed ones; the first compiles."""
     steps: int = 20
@@ -247,6 +282,12 @@ class StepSettings:
     def cuda(self) -> bool:
         """True on a GPU."""
         return self.device.startswith("cuda")
+
+    def shape(self, size: str) -> tuple[Any, int, int]:
+        """Return the model of a size, the sequences of a step, and their length."""
+        config, batch, sequence = SIZES[size]
+        config = dataclasses.replace(config, num_hidden_layers=self.layers or config.num_hidden_layers)
+        return config, self.batch or batch, self.sequence or sequence
 
 
 @dataclass(frozen=True)
@@ -287,10 +328,9 @@ class Built:
             self.optimizer.zero_grad()
 
 
-def build(size: str, mode: str, device: str, *, peer: str | None = None, layers: int | None = None) -> Built:
+def build(size: str, mode: str, settings: StepSettings) -> Built:
     """Return the model of a mode, and its optimizer. Blocks are compiled on a GPU."""
-    config, chosen = SIZES[size][0], parse_mode(mode)
-    config = dataclasses.replace(config, num_hidden_layers=layers or config.num_hidden_layers)
+    config, chosen, device = settings.shape(size)[0], parse_mode(mode), settings.device
     _check_memory(size, config, chosen, device)
     with torch.device(device):
         model: Any = Llama(config, generator=torch.Generator(device).manual_seed(0))
@@ -305,13 +345,19 @@ def build(size: str, mode: str, device: str, *, peer: str | None = None, layers:
             raise UserError(f"The mode {mode!r} needs the matrix units of a GPU: leave +{'+'.join(chosen.units)} out.")
         converted = convert(model, plan.with_output() if chosen.output else plan, memory=memory, engines=here)
         engines = _engines(converted)
+        if chosen.stored:
+            store_weights(model)
+    if chosen.chunked:
+        model.loss_rows = chunk_rows(config.vocab_size)
+    if chosen.checkpointing:
+        recompute_blocks(model, "full")
     if chosen.method in ("gaussws", "diffq"):
         noise: Any = "rounded_normal" if chosen.method == "gaussws" else "uniform"
         # Uniform noise at 6 bits is beyond what BF16 is sure to show; it is measured as the paper runs it.
         how = Sampling(noise=noise, parts=chosen.name, recompute=chosen.recompute, beyond="warn")
         convert(model, Plan(compute="bf16").with_sampling(how))
     if chosen.method.startswith("torchao-"):
-        use_peers(peer)
+        use_peers(settings.peer)
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-not-found]
 
         scales = Float8LinearConfig.from_recipe_name(chosen.method.removeprefix("torchao-"))
@@ -329,7 +375,8 @@ def build(size: str, mode: str, device: str, *, peer: str | None = None, layers:
     context: Any = contextlib.nullcontext()
     if not chosen.narrow:
         context = torch.autocast(torch.device(device).type, dtype=torch.bfloat16)
-    return Built(model, _optimizer(model, chosen), context, engines, chosen.method in ("recipe", "gaussws", "diffq"))
+    optimizer = _torchao_adamw(model) if chosen.optimizer == "adamw8bit" else _optimizer(model, chosen)
+    return Built(model, optimizer, context, engines, chosen.method in ("recipe", "gaussws", "diffq"))
 
 
 def _check_memory(size: str, config: Any, mode: StepMode, device: str) -> None:
@@ -349,7 +396,8 @@ def _optimizer(model: nn.Module, mode: StepMode) -> Any:
     # Gradients are not checked here, as torch's optimizers do not check them.
     options: dict[str, Any] = {"betas": (0.9, 0.95), "nonfinite": "unchecked"}
     if mode.sr:
-        optimizer = AdamW(model.named_parameters(), LEARNING_RATE, weight_decay=0.1, states=mode.states, **options)
+        options |= {"states": mode.states, "states_on": "host" if mode.host else "device"}
+        optimizer = AdamW(model.named_parameters(), LEARNING_RATE, weight_decay=0.1, **options)
         if mode.release:
             release_gradients(model, optimizer)
         return optimizer
@@ -363,6 +411,14 @@ def _optimizer(model: nn.Module, mode: StepMode) -> Any:
     plain: list[dict[str, Any]] = [{"params": [parameter for parameter in model.parameters() if id(parameter) not in known]}]
     plain += [{"params": bitwidths, "weight_decay": 0.1}] if bitwidths else []
     return torch.optim.AdamW(plain, lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
+
+
+def _torchao_adamw(model: nn.Module) -> Any:
+    """Return torchao's 8-bit AdamW, which rounds weights stochastically."""
+    from torchao.optim import AdamW8bit  # type: ignore[import-not-found]
+
+    how: dict[str, Any] = {"lr": LEARNING_RATE, "betas": (0.9, 0.95), "weight_decay": 0.1, "bf16_stochastic_round": True}
+    return AdamW8bit(model.parameters(), **how)
 
 
 def _shard(model: nn.Module, device: str, *, codes: bool) -> None:
@@ -383,20 +439,24 @@ def _shard(model: nn.Module, device: str, *, codes: bool) -> None:
 
 def _warmed_step(size: str, mode: str, settings: StepSettings) -> tuple[Callable[[], Tensor], tuple[str, ...]]:
     """Return a training step of a mode, after the warm-up, and the engines of its products."""
-    config, batch = SIZES[size]
-    built = build(size, mode, settings.device, peer=settings.peer, layers=settings.layers)
+    config, batch, sequence = settings.shape(size)
+    built = build(size, mode, settings)
     random, steps = torch.Generator(settings.device).manual_seed(1), itertools.count()
+    passes: Callable[[Tensor, Tensor], Tensor] = built.passes
+    if parse_mode(mode).graphs:
+        passes = capture_passes(built.model, passes, getattr(built.optimizer, "released", None))
 
     def step() -> Tensor:
-        shape = (settings.batch or batch, settings.sequence + 1)
-        text = torch.randint(config.vocab_size, shape, device=settings.device, generator=random)
+        text = torch.randint(config.vocab_size, (batch, sequence + 1), device=settings.device, generator=random)
         with built.step_context(next(steps)):
-            loss = built.passes(text[:, :-1], text[:, 1:])
+            loss = passes(text[:, :-1], text[:, 1:])
         built.update()
         return loss.detach()
 
-    for _ in range(settings.warmup):
+    for number in range(settings.warmup):
         step()
+        if settings.cuda and number == 0:
+            torch.cuda.reset_peak_memory_stats()  # compiling takes memory that training does not
     if settings.cuda:
         torch.cuda.synchronize()
     return step, built.engines
@@ -452,6 +512,8 @@ def measure(size: str, modes: Sequence[str], settings: StepSettings) -> dict[str
         before = held()
         steps[mode], engines[mode] = _warmed_step(size, mode, settings)
         kept[mode] = held() - before
+        if cuda and parse_mode(mode).graphs:  # replays use memory that was allocated, and counted, at the capture alone
+            peaks[mode] = torch.cuda.max_memory_allocated() - before
     rounds = 1 if len(modes) == 1 else 4
     for turn in range(rounds):
         for mode in modes if turn % 2 == 0 else reversed(modes):
@@ -529,12 +591,12 @@ def cases(
         peers = tuple(Beside(peer, other.ms, other.why) for peer in peers_of(mode) for other in [measured(size, peer)])
         if own.ms is None:
             return Row(suite=SUITE, name=name, peers=peers, why=own.why)
-        config, batch = SIZES[size]
-        tokens = (settings.batch or batch) * settings.sequence
-        config = dataclasses.replace(config, num_hidden_layers=settings.layers or config.num_hidden_layers)
-        limit = product_limit(tokens * flops_per_token(config, settings.sequence), own.engines, bench.device)
+        config, batch, sequence = settings.shape(size)
+        tokens = batch * sequence
+        limit = product_limit(tokens * flops_per_token(config, sequence), own.engines, bench.device)
         return Row(suite=SUITE, name=name, ms=own.ms, peers=peers, limit=limit, tokens=tokens, peak_gib=own.peak_gib)
 
     for size, mode in itertools.product(sizes, modes):
-        name = f"{size}, {mode}, {settings.batch or SIZES[size][1]} x {settings.sequence} tokens"
+        _, batch, sequence = settings.shape(size)
+        name = f"{size}, {mode}, {batch} x {sequence} tokens"
         yield Case(SUITE, name, partial(row, size, mode, name))

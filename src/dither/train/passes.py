@@ -40,7 +40,8 @@ def uses_graphs(
         "there are several ranks": ranks.world > 1,
         "there is a teacher": teacher,
         "losses are scaled": training.scaler.is_enabled(),
-        "gradients are released as they are used": training.optimizer.released is not None,
+        "released gradients update states in host memory": training.optimizer.released is not None
+        and training.optimizer.states_on == "host",
         "gradients of several micro-batches are rounded stochastically": training.gradients.kind == "bf16-sr" and parts > 1,
     }
     reason = next((reason for reason, holds in obstacles.items() if holds), "")

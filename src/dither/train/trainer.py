@@ -164,7 +164,7 @@ class Trainer:
         )
         taught = teacher is not None
         if uses_graphs(config.run.cuda_graphs, self.ranks, self.training, self.parts, compiled=self.compiled, teacher=taught):
-            self.passes.graphs = GraphedPasses(self.model, self.passes.eager, say)
+            self.passes.graphs = GraphedPasses(self.model, self.passes.eager, say, self.training.optimizer.released)
         self.guard = Guard(config.guard)
         self.signals: Signals | None = None
         """Signals that end evaluations, estimates and samples early, and steps after some time, with `Interrupted`."""

@@ -87,7 +87,8 @@ def library_codes(x_BRC: Tensor, cast: Cast, layout: GroupLayout, found: Factors
     else:
         size = (x_BRC * spread(found.multiply, layout)).abs()
         lowest, codes = -highest, (size.floor() + ((size - size.floor()) >= 0.5).float()).copysign(x_BRC)
-    return codes.clamp(lowest, highest) + 0.0  # no -0.0
+    codes = codes.clamp(lowest, highest) + 0.0  # no -0.0
+    return torch.where(codes.isnan(), torch.nan, codes)  # devices disagree on the sign of NaN
 
 
 def spread(groups: Tensor, layout: GroupLayout) -> Tensor:

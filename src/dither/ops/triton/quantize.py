@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dither.ops import storage
-from dither.ops.triton import BoundKernel, native, quantize_128
+from dither.ops.triton import BoundKernel, library, native, quantize_128
 from dither.ops.triton.packing import store_packed, word_numbers
 from dither.ops.triton.philox import aligned, program_tile, tiles
 from dither.ops.triton.rounding import as_bits, as_float, decode, draw_arguments, fields, rounding_constants
@@ -52,6 +52,7 @@ from dither.ops.triton.tiles import (
 )
 from dither.spec import Cast, groups
 from dither.spec import groups as grouping
+from dither.spec.cast import LIBRARY_CASTS
 from dither.spec.formats import Format
 from dither.spec.groups import GroupLayout
 from dither.spec.random import Draw
@@ -295,12 +296,18 @@ def _quantize_kernel(
         code = round(x * multiply);  multiply and the stored scale come from the group's largest magnitude
 
     Example, E4M3 (largest value 448), group [3.5, -7, 0.5, 0]: multiply = 64, scale = 1/64, values 224, -448, 32, 0.
+
+    The first program stores the scale of a tensor that is one group.
     """
     cast_program(
         tl.program_id(0), x_ptr, out_ptr, scale_ptr, amax_ptr, tensor_ptr, step_ptr, key, row0, column0, rows, columns, inner,
         stride_b, stride_r, stride_c, out_batch, out_line, out_element, F, C, S, H, SCALE, W, GP, GQ, RUN, ALONG_ROWS, ROWS,
         COLUMNS, A, EVEN, MEASURE, PER_LINE, FAKE, RAGGED, WORDS,
     )  # fmt: skip
+    if not (MEASURE or PER_LINE or FAKE or S.KIND == "none"):
+        if tl.program_id(0) == 0:
+            _, _, stored = group_factors(tl.load(amax_ptr), 1.0, S, SCALE, W, False, H.NATIVE)
+            tl.store(scale_ptr, stored.to(scale_ptr.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["key", "row0", "column0"])
@@ -555,7 +562,7 @@ def quantize_both(
     if quantize_128.takes(x, cast, cast, container):
         quantize_128.quantize_squares(x, cast, cast, (*along, *across))
         return outputs
-    if cast.group.kind == "row":
+    if cast.group.kind == "row" or cast.scaling.kind in LIBRARY_CASTS:
         for axis, (values, scale) in ((1, along), (0, across)):
             layout = groups.known_layout(tuple(x.shape), cast, axis)
             _launch(x, cast, layout, draw, None, container, values, scale, fake=False)
@@ -650,6 +657,9 @@ def _launch(
 ) -> Tensor:
     """Write codes (or, if `fake`, values) to `out` and scales to `scale`. Return nvfp4's tensor scale, or an empty one."""
     kind = cast.group.kind
+    if cast.scaling.kind in LIBRARY_CASTS:
+        library.launch(x, cast, layout, container, out, scale, fake=fake)
+        return x.new_empty(0, dtype=torch.float32)
     x_BRC = layout.matrices(x)
     tensor = x.new_empty(() if cast.scaling.two_level else (0,), dtype=torch.float32)
     tensor_amax = line_amax = tensor
@@ -662,7 +672,7 @@ def _launch(
             line_amax = given_amax.view(torch.int32)
         else:
             line_amax = _tensor_amax(x, cast) if kind == "tensor" else line_amax_bits(x_BRC, layout.along_rows)
-        if not fake:
+        if not fake and (kind == "row" or not x.numel()):  # the kernel stores that of a tensor
             store_factors(line_amax, _bits(scale), cast)
     if not x.numel():
         return tensor

@@ -383,19 +383,20 @@ def line_amax_bits(x_BRC: Tensor, along_rows: bool) -> Tensor:
     batch, rows, columns = x_BRC.shape
     out = torch.zeros((batch, columns if along_rows else rows), dtype=torch.int32, device=x_BRC.device)
     if x_BRC.numel():
-        ROWS, COLUMNS = (128, 64) if along_rows else (8, 1024)
-        _line_amax_kernel[tiles(batch, rows, columns, ROWS, COLUMNS)](
-            x_BRC,
-            out,
-            rows,
-            columns,
-            *x_BRC.stride(),
-            ALONG_ROWS=along_rows,
-            ROWS=ROWS,
-            COLUMNS=COLUMNS,
-            EVEN=rows % ROWS == columns % COLUMNS == 0,
-        )
+        _line_amax_launch(tuple(x_BRC.shape), x_BRC.stride(), x_BRC.dtype, x_BRC.device, along_rows)(x_BRC, out)
     return out
+
+
+@functools.lru_cache(maxsize=4096)
+def _line_amax_launch(
+    shape: tuple[int, int, int], stride: tuple[int, int, int], dtype: torch.dtype, device: torch.device, along_rows: bool
+) -> BoundKernel:
+    """Return the kernel for matrices with these strides. Dtype and device are part of the cache key."""
+    (batch, rows, columns), (ROWS, COLUMNS) = shape, (128, 64) if along_rows else (8, 1024)
+    constants = {"ALONG_ROWS": along_rows, "ROWS": ROWS, "COLUMNS": COLUMNS}
+    constants |= {"EVEN": rows % ROWS == columns % COLUMNS == 0}
+    programs = tiles(batch, rows, columns, ROWS, COLUMNS)[0]
+    return BoundKernel(_line_amax_kernel, programs, (rows, columns, *stride), constants)
 
 
 @triton.jit
@@ -421,17 +422,15 @@ def store_factors(amax: Tensor, out: Tensor, cast: Cast, *, multiply: bool = Fal
     With `multiply`, write the factors that elements are multiplied by instead; tests use this.
     """
     if amax.numel():
-        _factors_kernel[(triton.cdiv(amax.numel(), 256),)](
-            amax,
-            out,
-            amax.numel(),
-            S=scaling_fields(cast),
-            E=E4M3,
-            W=block_rounding(cast),
-            MULTIPLY=multiply,
-            NATIVE=native(amax.device),
-            BLOCK=256,
-        )
+        _factors_launch(amax.numel(), cast, out.dtype, amax.device, multiply)(amax, out)
+
+
+@functools.lru_cache(maxsize=4096)
+def _factors_launch(count: int, cast: Cast, dtype: torch.dtype, device: torch.device, multiply: bool) -> BoundKernel:
+    """Return the kernel for `count` magnitudes. `dtype`, that of the scales, is part of the cache key."""
+    constants = {"S": scaling_fields(cast), "E": E4M3, "W": block_rounding(cast), "MULTIPLY": multiply}
+    constants |= {"NATIVE": native(device), "BLOCK": 256}
+    return BoundKernel(_factors_kernel, triton.cdiv(count, 256), (count,), constants)
 
 
 @triton.jit
