@@ -204,14 +204,15 @@ def test_signs_are_redrawn_by_step():
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, again, strict=True))
 
 
-@pytest.mark.parametrize("operand", ["input", "grad"])
-def test_both_layouts_at_once_are_those_of_two_casts(operand, monkeypatch):
-    """As on a GPU with BF16 units: NVFP4 along the rows as numbers, and after the transform along the columns."""
+@pytest.mark.parametrize(("name", "operand"), [("nvfp4", "input"), ("nvfp4", "grad"), ("mxfp8", "input"), ("mxfp4", "input")])
+def test_both_layouts_at_once_are_those_of_two_casts(name, operand, monkeypatch):
+    """As on a GPU with BF16 units: numbers along the rows, and along the columns codes, or numbers after a transform."""
     monkeypatch.setattr(backend, "has_bf16_units", lambda: True)
-    settings = functional.make_settings(dither.recipe("nvfp4").default, gpu=True)
+    settings = functional.make_settings(dither.recipe(name).default, gpu=True)
     casting, place = getattr(settings, operand), torch.tensor([3, 5, 77]) if operand == "grad" else None
-    assert casting.then_transformed
-    assert not settings.weight.then_transformed
+    assert casting.with_numbers
+    assert not settings.weight.with_numbers
+    assert name == "nvfp4" or not settings.grad.with_numbers  # numbers in both layouts, of one cast
     x = random(50, 48).bfloat16()  # 50 rows are padded to 64
     along, across, both = (
         functional.cast_operand(x, casting, functional.Amax(), place, *wanted, None, None)

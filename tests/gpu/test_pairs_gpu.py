@@ -303,12 +303,18 @@ def test_reference_on_cpu_equals_reference_on_gpu() -> None:
         "nvfp4 stochastic(16) hadamard(128,redrawn)",
         "mxfp4 stochastic(16) hadamard(64,redrawn)",
         "mxfp8 hadamard(32)",
+        "nvfp4",
+        "mxfp4",
+        "mxfp4 stochastic(16)",
+        "e4m3 tile(32) pow2_ceil",
+        "mxfp6",
     ],
 )
-def test_both_layouts_with_one_transformed(text: str) -> None:
+def test_both_layouts_of_numbers_and_codes(text: str) -> None:
     x = pairs.hard_values(2048, 4096, torch.bfloat16, 9, "cuda")
     assert pairs.check_with_values(x, text, (8, 16)) == 0
     assert pairs.check_with_values(x.float()[:1003, ::2], text, (1, 3), torch.tensor(7.0, device="cuda")) == 0
+    assert pairs.check_with_values(x[:1040, :1000], text) == 0
 
 
 @pytest.mark.parametrize("text", ["nvfp4", "e2m1 block(16) nvfp4", "mxfp4", "mxfp8", "e4m3 tile(32) pow2_ceil"])

@@ -154,6 +154,9 @@ def calls() -> Iterator[str]:
                     for container in (None, cast.element):
                         transforms.quantize_with_values(x, cast, mine, place, None, container)
         yield transform
+    for text in ("nvfp4", "mxfp4", "mxfp8"):
+        transforms.quantize_with_values(x, Cast.parse(text), None, None, None, Cast.parse(text).element)
+        yield f"numbers and codes of {text}"
     yield from level_calls()
     yield from product_calls()
     yield from sampling_calls()

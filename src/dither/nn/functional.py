@@ -124,8 +124,8 @@ class Castings(NamedTuple):
         return self.along != self.across and all(plain) and not (self.along.container or self.across.container or self.shared)
 
     @property
-    def then_transformed(self) -> bool:
-        """True if one call casts along both axes, to numbers and after a transform, by casts that are alike otherwise."""
+    def with_numbers(self) -> bool:
+        """True if one call casts to numbers along one axis, and along the other by the same cast, to codes or transformed."""
         one, other = self
         alike = (
             one.cast == other.cast
@@ -133,7 +133,7 @@ class Castings(NamedTuple):
             and other.at_once
             and (one.row, one.column) == (other.row, other.column)
         )
-        return alike and bool(other.transform) and not (one.transform or one.first or other.first or self.shared)
+        return alike and one != other and not (one.transform or one.first or other.first or self.shared)
 
     @property
     def shared(self) -> bool:
@@ -1018,8 +1018,8 @@ def cast_operand(
     whole = Amax()
     if along and across and casting.along.two_level and casting.across.two_level and not casting.shared and x.numel():
         whole = Amax(fused.largest_magnitude(x.detach()))
-    if along and across and casting.then_transformed:
-        return _cast_with_transformed(x.detach(), casting, whole, place, signs)
+    if along and across and casting.with_numbers:
+        return _cast_with_numbers(x.detach(), casting, whole, place, signs)
     one, other = (
         cast_layouts(
             x,
@@ -1119,14 +1119,13 @@ def _cast_transformed(x: Tensor, casting: Casting, axis: int, place: Tensor | No
     return OperandCodes(codes, None) if axis == 1 else OperandCodes(None, codes)
 
 
-def _cast_with_transformed(
-    x: Tensor, casting: Castings, amax: Amax, place: Tensor | None, signs: Tensor | None
-) -> OperandCodes:
-    """Cast x along its rows, and transform and cast it along its columns, at once."""
+def _cast_with_numbers(x: Tensor, casting: Castings, amax: Amax, place: Tensor | None, signs: Tensor | None) -> OperandCodes:
+    """Cast x along its rows to numbers, and along its columns, after a transform if there is one, at once."""
     along, across = casting
-    _check_beginning(across, 0)
+    if across.width:
+        _check_beginning(across, 0)
     numbers, outer, values, scale, tensor = torch.ops.dither.quantize_with_values(
-        x, across.cast, across.transform, across.container, amax.given, place, across.row, across.column,
+        x, across.cast, across.transform or "none", across.container, amax.given, place, across.row, across.column,
         signs if across.redrawn else None,
     )  # fmt: skip
     return OperandCodes(

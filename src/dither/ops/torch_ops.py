@@ -200,7 +200,10 @@ def _quantize_with_values_op(
     column: int,
     place: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return what `quantize_values` does along axis 1, and what `quantize_transformed` does along axis 0, from one reading."""
+    """Return what `quantize_values` does along axis 1, and what `quantize_transformed` does along axis 0, from one reading.
+
+    The transform may be "none".
+    """
     parsed = _with_transform(cast, transform)
     code, draw = implementation("transforms", x.device, "auto"), _draw_of(0, step, row, column)
     stored = None if container == "bf16" else _container(container, parsed)

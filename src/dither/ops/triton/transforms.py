@@ -4,10 +4,10 @@ A kernel transforms a tile and casts it at once: x is read once, or twice for nv
 kernel can cast the tile itself along its rows, for the other layout. A thread loads whole groups of neighbours, or as much of
 them as its registers hold, so that most rounds move nothing between threads.
 
-Legend: SIZE is the width of the transform, and SCALE its factor. ACROSS transforms the columns of x, otherwise its rows are
-transformed. SIGNS is "plain", "fixed" (signs_ptr has them) or "redrawn" (signs_ptr has the place, int64[3], where a program
-draws them). x has `rows` and `columns`; with zeros after them it has `out_rows` and `out_columns`, as the result has. The other
-constants are those of `dither.ops.triton.tiles`.
+Legend: SIZE is the width of the transform, 0 for none, and SCALE its factor. ACROSS transforms the columns of x, otherwise its
+rows are transformed. SIGNS is "plain", "fixed" (signs_ptr has them) or "redrawn" (signs_ptr has the place, int64[3], where a
+program draws them). x has `rows` and `columns`; with zeros after them it has `out_rows` and `out_columns`, as the result has.
+The other constants are those of `dither.ops.triton.tiles`.
 """
 
 import functools
@@ -131,8 +131,9 @@ def _transform_kernel(
             tl.store(along_ptr + at, from_rows(value, ROWS, COLUMNS, A))
         else:
             tl.store(along_ptr + at, from_rows(value, ROWS, COLUMNS, A), mask=inside)
-    FACTOR: tl.constexpr = 1.0 if MAKE == "amax" else SCALE  # the largest magnitude is multiplied alone
-    x = transformed(x, signs_ptr, SIZE, FACTOR, SIGNS, ACROSS, ROWS, COLUMNS, A, RUN)
+    if SIZE > 0:
+        FACTOR: tl.constexpr = 1.0 if MAKE == "amax" else SCALE  # the largest magnitude is multiplied alone
+        x = transformed(x, signs_ptr, SIZE, FACTOR, SIGNS, ACROSS, ROWS, COLUMNS, A, RUN)
     if MAKE == "amax":
         tl.atomic_max(amax_ptr, as_bits(as_float(tl.max(as_bits(tl.abs(x)))) * SCALE), sem="relaxed")
     else:
@@ -194,18 +195,22 @@ def quantize_with_values(
     """Return x cast along axis 1 without its transform, as BF16 numbers and a tensor scale, then what `quantize` does along 0.
 
     Without a container, the second cast has numbers and no scales too, as `quantize_values` returns them. One kernel makes both
-    from one reading, after that of nvfp4's magnitudes.
+    from one reading, after that of nvfp4's magnitudes. Without a transform, both casts take the given magnitude.
     """
-    bare, two_level = cast.without_transform, cast.scaling.two_level
-    if cast.scaling.kind == "eden" or cast.group.size > COLUMNS_ACROSS or not x.numel():
-        (numbers,), outer = casts.quantize_values(x, bare, (1,), draw, given_amax)
-        if container is None:
+    bare, two_level, size = cast.without_transform, cast.scaling.two_level, cast.transforming.size
+    amax = casts.amax(x) if two_level and given_amax is None else given_amax
+    if cast.scaling.kind == "eden" or cast.group.size > COLUMNS_ACROSS or not x.numel() or (not size and len(x) % 16):
+        (numbers,), outer = casts.quantize_values(x, bare, (1,), draw, amax)
+        if container is not None:
+            codes = quantize(x, cast, 0, draw, place, container) if size else casts.quantize(x, bare, 0, draw, amax, container)
+            return numbers, outer, *codes
+        if size:
             values, tensor = quantize_values(x, cast, 0, draw, place)
-            return numbers, outer, values, values.new_empty(0, dtype=torch.float32), tensor
-        return numbers, outer, *quantize(x, cast, 0, draw, place, container)
+        else:
+            (values,), tensor = casts.quantize_values(x, bare, (0,), draw, amax)
+        return numbers, outer, values, values.new_empty(0, dtype=torch.float32), tensor
     numbers = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
     outer = torch.empty(() if two_level else (0,), dtype=torch.float32, device=x.device)
-    amax = casts.amax(x) if two_level and given_amax is None else given_amax
     if container is None:
         values = torch.empty(padded_shape(x, cast.transforming, 0), dtype=torch.bfloat16, device=x.device)
         scale = outer.new_empty(0)
@@ -240,7 +245,9 @@ def _cast(
         return tensor
     signs = _signs(cast.transforming, place, amax)
     kind = tuple(x.shape), x.stride(), x.dtype, x.device, cast.transforming, axis
-    if two_level:
+    if along is not None and not cast.transforming.size:
+        amax = along[2]
+    elif two_level:
         _launch(*kind, "amax")(x, signs, *[amax] * 7, *draw_arguments(None))
     drawn = draw is not None, draw is not None and draw.step.dim() == 1, aligned(draw, cast.round.width)
     make = "values" if container is None else "codes"
@@ -286,11 +293,11 @@ def _launch(
     """
     size, across = transforming.size, axis == 0
     (rows, columns), out = shape, list(shape)
-    out[axis] = -(-shape[axis] // size) * size
+    out[axis] = -(-shape[axis] // max(size, 1)) * max(size, 1)
     run = max(16 // dtype.itemsize, 128 // cast.round.width if drawn[0] else 0)
     # A thread has A rows of a run of columns, or A runs of one row: 128 elements at most, for its registers.
     most = 128 if cast.scaling.kind == "eden" else 64  # sums of eden stay in a thread
-    A = max(1, min(size, 128 // run) if across else min(most, max(size, 32)) // run)
+    A = max(1, (min(size, 128 // run) or 64 // run) if across else min(most, max(size, 32)) // run)
     COLUMNS, warps = COLUMNS_ACROSS if across else 128, 4
     ROWS = 32 * run * A * warps // COLUMNS
     scale_codes = () if make != "codes" or cast.scaling.storage == "fp32" else (3,)
@@ -302,7 +309,7 @@ def _launch(
             "MAKE": make,
             "ALONG": along,
             "SIZE": size,
-            "SCALE": size**-0.5,
+            "SCALE": size**-0.5 if size else 1.0,
             "SIGNS": transforming.signs,
             "ACROSS": across,
             "ROWS": ROWS,
@@ -318,7 +325,8 @@ def _launch(
             "W": block_rounding(cast),
             "GQ": cast.group.size,
         },
-        bits=(2, *scale_codes, 8) if make == "codes" else (8,),
+        bits=(2, *scale_codes, 5, 8) if make == "codes" else (5, 8),
         num_warps=warps,
+        maxnreg=None if size else 128,  # four programs at once; transforms would spill
         **launch_options(cast),
     )
