@@ -259,7 +259,7 @@ def make_settings(
             return Casting()
         if family is not None:
             return _casting(family.casts, family.container, level)
-        if units and backend.has_bf16_units() and engines.held_by_bf16(cast, verified):
+        if units and backend.has_bf16_units() and engines.held_by_bf16(cast, (*backend.tried_units(), *verified)):
             # What is multiplied at once comes as numbers. What is kept for backward or for a step is kept as codes.
             made = _casting((cast,), cast.format)._replace(held=True)
             codes = kept or not cast.kernel or cast.scaling.kind == "four_over_six"  # which is chosen by codes
