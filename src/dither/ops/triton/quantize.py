@@ -493,6 +493,7 @@ def _values_launch(
         },
         bits=(4,),
         num_warps=warps,
+        maxnreg=128 if drawn[0] else None,  # four programs at once
     )
 
 
