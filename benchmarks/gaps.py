@@ -31,7 +31,8 @@ KERNELS = {
     # Inductor's: norms, activations and rotations that also find the largest magnitude, or cast as torchao's recipes do.
     "joined with casts": r"triton_.*(amax|clamp)",
     # Dither's own kernels; copies that change the dtype.
-    "casts": r"quantize|_cast|_transpose_kernel|_amax_kernel|_factors_kernel|_round_kernel|copy_kernel|CopyKernel|Memcpy",
+    "casts": r"quantize|_cast|_(transpose|amax|factors|round|values|transform|decode|as_fp8|replace)_kernel|"
+    r"copy_?kernel|Memcpy",
     "rest": "",
 }
 """What a kernel does, by its name: the first pattern that is found. Norms, activations and the loss are the rest."""

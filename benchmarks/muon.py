@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 import dither
-from dither.models import PRESETS, build
+from dither.models import PRESETS
+from dither.models.presets import skeleton
 from dither.optim import Muon, muon_groups
 
 Named = list[tuple[str, Tensor]]
@@ -55,18 +56,16 @@ def main() -> None:
     arguments.add_argument("--repeats", type=int, default=5)
     given = arguments.parse_args()
     device = torch.device(given.device)
-    shapes = [(n, p.shape) for n, p in muon_groups(build(PRESETS[given.model], seed=0))[0]["params"]]
+    shapes = [(n, p.shape) for n, p in muon_groups(skeleton(PRESETS[given.model]))[0]["params"]]
     count = sum(shape.numel() for _, shape in shapes)
     print(f"{given.model}: {len(shapes)} matrices, {count / 1e6:.1f}M weights, {device}, {torch.get_num_threads()} threads")
     print(f"torch {torch.__version__}, dither {dither.__version__}\n\n| optimizer | ms |\n|---|---|")
     warnings.simplefilter("ignore")  # of torch's bfloat16 products on a CPU without them
     for name, (dtype, make) in CASES.items():
-        generator = torch.Generator().manual_seed(0)
-        named = [
-            (n, torch.randn(shape, generator=generator).mul(0.02).to(device, dtype).requires_grad_()) for n, shape in shapes
-        ]
+        given_by = {"generator": torch.Generator(device).manual_seed(0), "device": device}
+        named = [(n, torch.randn(shape, **given_by).mul(0.02).to(dtype).requires_grad_()) for n, shape in shapes]
         for _, p in named:
-            p.grad = torch.randn(p.shape, generator=generator).mul(1e-3).to(device, dtype)
+            p.grad = torch.randn(p.shape, **given_by).mul(1e-3).to(dtype)
         print(f"| {name} | {median_ms(make(named).step, device, given.repeats):.1f} |", flush=True)
 
 

@@ -162,16 +162,17 @@ def mx_operand(rows: int, columns: int, seed: int, device: str, spread: int = 8)
 
 
 def check_mx_fp8(rows: int, columns: int, device: str) -> int:
-    """Codes, scales and counts; the layout of scales along the other axis; lost groups."""
+    """Codes, scales and counts, of tiles and of blocks; the layout of scales along the other axis; lost groups."""
     wrong = 0
     for seed, lost in ((1, False), (2, True)):
         values, scale = mx_operand(rows, columns, seed, device)
         if lost:
             scale.view(torch.uint8)[rows // 3, 0] = 255
             scale = scale.T.contiguous().T
-        found = [code.as_fp8(values, scale, columns) for code in (mx_fp8, kernel_mx_fp8)]
-        wrong += sum(map(differing, *found))
-        assert found[0][2].sum() > 0
+        for blocks in (False, True):
+            found = [code.as_fp8(values, scale, columns, blocks) for code in (mx_fp8, kernel_mx_fp8)]
+            wrong += sum(map(differing, *found))
+            assert found[0][2].sum() > 0
     return wrong
 
 
@@ -199,6 +200,16 @@ def check_transformed(x: Tensor, text: str, axis: int, offset: tuple[int, int] =
     wrong = sum(map(differing, *found))
     if not container:
         found = [code.quantize_values(x, cast, axis, draw, place) for code in (transforms, kernel_transforms)]
+        wrong += sum(map(differing, *found))
+    return wrong
+
+
+def check_with_values(x: Tensor, text: str, offset: tuple[int, int] = (0, 0), amax: Tensor | None = None) -> int:
+    """Both layouts of one kernel, the second one transformed, as codes and as BF16 numbers."""
+    cast, place, wrong = Cast.parse(text), torch.tensor([5, 0, STREAM.key], device=x.device), 0
+    draw, amax = draw_for(x, cast.round, offset), amax if cast.scaling.two_level else None
+    for container in (None, cast.element):
+        found = [code.quantize_with_values(x, cast, draw, place, amax, container) for code in (transforms, kernel_transforms)]
         wrong += sum(map(differing, *found))
     return wrong
 
@@ -240,6 +251,22 @@ def check_values(x: Tensor, cast: Cast, offset: tuple[int, int] = (0, 0), amax: 
             decoded = quantize.dequantize(values, scale, one, cast, tuple(x.shape), axis, torch.bfloat16)
             wrong += differing(decoded, numbers)
     return wrong
+
+
+def check_decoded(rows: int, columns: int, text: str, device: str) -> int:
+    """Every code with every scale, those of overflow and NaN too, as BF16 numbers."""
+    cast, generator = Cast.parse(text), torch.Generator().manual_seed(4)
+    values, scale, nothing = quantize.quantize(torch.zeros(rows, columns), cast, 1, None, None, cast.element)
+    values.view(torch.uint8).random_(generator=generator)
+    scale.view(torch.uint8).random_(128 if cast.scaling.two_level else 256, generator=generator)
+    given = (
+        values.to(device),
+        scale.to(device),
+        nothing[:0].to(device) if nothing.dim() else nothing.new_empty(0, device=device),
+    )
+    return differing(
+        *(code.dequantize(*given, cast, (rows, columns), 1, torch.bfloat16) for code in (quantize, kernel_quantize))
+    )
 
 
 def check_unclipped(x: Tensor, cast: Cast, axis: int) -> int:

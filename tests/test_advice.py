@@ -132,7 +132,7 @@ def test_memory_of_states_in_host_memory(capsys, monkeypatch):
     assert cli.main([*words, "--states-on", "host"]) == 0
     shown = capsys.readouterr().out
     rows = {line.split("  ")[1]: line.split() for line in shown.splitlines() if line.startswith("  ")}
-    assert rows["states"][1:] == ["0.26", "0.50"]
+    assert rows["states"][1:] == ["1.03", "2.00"]
     assert rows["in host memory"][3:] == ["3.09", "6.00"]  # matrices of 2048 x 5632 are rounded up by 45 %
     assert shown.splitlines()[-1] == "States in host memory need 6.0 GiB of it, and this machine has 4.0 GiB."
     assert cli.main([*words, "--states-on", "host", "--json"]) == 0

@@ -325,6 +325,11 @@ def test_blocks_that_do_not_fit_fp8(kernels, monkeypatch) -> None:
     assert torch.equal(result[128:, :128], fp8[128:, :128])
     assert not torch.allclose(result[5], fp8[5])  # what FP8 units alone would lose
     assert not torch.allclose(result[:, 130], fp8[:, 130])
+    # A weight has blocks of 128 x 128; those of y fit but for one row.
+    options = {"fast": False, "emulate": False, "where": "here", "verified": "fp8-mxfp4", "weight": True}
+    blocks = kernels.product(a, b, bias, torch.float32, **options)
+    close(blocks, exact(x, "mxfp4"), exact(y, "mxfp4"), bias)
+    assert mx_fp8.as_fp8(b.values, b.scale, 336, True)[2].tolist()[0] == 0
     expected = fp8 - bias
     mx_fp8.replace_unfit(expected, (a.values, a.scale), torch.tensor([1, 0, 0]), (b.values, b.scale), torch.tensor([0, 1]), 336)
     assert torch.allclose(result, expected + bias, rtol=1e-5, atol=1e-4 * float(result.abs().max()))

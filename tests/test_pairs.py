@@ -321,6 +321,32 @@ def test_both_layouts(cast: Cast, dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
+        "nvfp4 hadamard(16)",
+        "nvfp4 stochastic(16) hadamard(32,redrawn)",
+        "mxfp8 hadamard(128,plain)",
+        "e2m1 tile(16) eden(128) stochastic(16) hadamard(128,redrawn)",
+        "nvfp4",
+        "mxfp4 stochastic(16)",
+        "mxfp8",
+        "mxfp6",
+    ],
+)
+def test_both_layouts_of_numbers_and_codes(text: str, device: str) -> None:
+    x = pairs.hard_values(256, 136, torch.bfloat16, 9, device)
+    assert pairs.check_with_values(x[:, :128], text, (1, 16)) == 0
+    assert pairs.check_with_values(x.float()[:130, ::2], text, (1, 3), torch.tensor(7.0, device=device)) == 0
+    assert pairs.check_with_values(x[:144, :100], text) == 0
+    assert pairs.check_with_values(x[:0], text) == 0
+
+
+@pytest.mark.parametrize("text", ["nvfp4", "e2m1 block(16) nvfp4", "mxfp4", "mxfp8"])
+def test_decoded_words(text: str, device: str) -> None:
+    assert pairs.check_decoded(64, 512, text, device) == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
         "nvfp4",
         "e2m1 block(16) nvfp4 stochastic(16)",
         "mxfp4 stochastic(8)",

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import dither
 from dither import Cast, Stream, UserError
-from dither.nn import Linear, convert, step_context
+from dither.nn import Linear, convert, functional, step_context
+from dither.ops import backend
 from dither.ops.reference import transforms
 from dither.spec import LayerPrecision, MemoryOptions, Plan, Transform
 
@@ -201,3 +202,22 @@ def test_signs_are_redrawn_by_step():
     assert not torch.equal(one[1], other[1])
     assert not torch.equal(one[2], other[2])
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, again, strict=True))
+
+
+@pytest.mark.parametrize(("name", "operand"), [("nvfp4", "input"), ("nvfp4", "grad"), ("mxfp8", "input"), ("mxfp4", "input")])
+def test_both_layouts_at_once_are_those_of_two_casts(name, operand, monkeypatch):
+    """As on a GPU with BF16 units: numbers along the rows, and along the columns codes, or numbers after a transform."""
+    monkeypatch.setattr(backend, "has_bf16_units", lambda: True)
+    settings = functional.make_settings(dither.recipe(name).default, gpu=True)
+    casting, place = getattr(settings, operand), torch.tensor([3, 5, 77]) if operand == "grad" else None
+    assert casting.with_numbers
+    assert not settings.weight.with_numbers
+    assert name == "nvfp4" or not settings.grad.with_numbers  # numbers in both layouts, of one cast
+    x = random(50, 48).bfloat16()  # 50 rows are padded to 64
+    along, across, both = (
+        functional.cast_operand(x, casting, functional.Amax(), place, *wanted, None, None)
+        for wanted in ((True, False), (False, True), (True, True))
+    )
+    for one, other in zip((*along.along, *across.across), (*both.along, *both.across), strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or (one.dtype == other.dtype and torch.equal(one.float(), other.float()))

@@ -156,7 +156,8 @@ def test_the_self_test_passes_the_units_of_hopper() -> None:
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="a Hopper GPU's units")
 @pytest.mark.parametrize("size", [(304, 384, 512), (1000, 48, 1408), (2048, 2048, 4096)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_mxfp4_on_fp8_units(size: tuple, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("weight", [False, True])
+def test_mxfp4_on_fp8_units(size: tuple, dtype: torch.dtype, weight: bool) -> None:
     """With rows whose exponents FP8 does not hold in one operand, in both, and in none.
 
     FP8 units keep 13 bits below the largest of 32 products, so that 128 of them lose less than 2^-8 of the sum of |a||b|.
@@ -167,7 +168,8 @@ def test_mxfp4_on_fp8_units(size: tuple, dtype: torch.dtype) -> None:
             if side in wild:
                 each[len(each) // 2, ::64] *= 2.0**30
         left, right = operand(x, "mxfp4"), operand(y, "mxfp4")
-        result = matmul.product(left, right, bias, dtype, fast=False, emulate=False, where="", verified="fp8-mxfp4")
+        options = {"fast": False, "emulate": False, "where": "", "verified": "fp8-mxfp4", "weight": weight}
+        result = matmul.product(left, right, bias, dtype, **options)
         a, b = numbers(x, "mxfp4"), numbers(y, "mxfp4")
         wanted = a @ b.T + bias.double()
         rounding = 2.0**-8 + (2.0**-8 if dtype == torch.bfloat16 else 0.0)

@@ -295,6 +295,45 @@ def test_reference_on_cpu_equals_reference_on_gpu() -> None:
     assert pairs.differing(philox.random_bits(draw, 1000, 1003, 16), philox.random_bits(there, 1000, 1003, 16)) == 0
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nvfp4 hadamard(16)",
+        "nvfp4 stochastic(16) hadamard(16)",
+        "nvfp4 stochastic(16) hadamard(128,redrawn)",
+        "mxfp4 stochastic(16) hadamard(64,redrawn)",
+        "mxfp8 hadamard(32)",
+        "nvfp4",
+        "mxfp4",
+        "mxfp4 stochastic(16)",
+        "e4m3 tile(32) pow2_ceil",
+        "mxfp6",
+    ],
+)
+def test_both_layouts_of_numbers_and_codes(text: str) -> None:
+    x = pairs.hard_values(2048, 4096, torch.bfloat16, 9, "cuda")
+    assert pairs.check_with_values(x, text, (8, 16)) == 0
+    assert pairs.check_with_values(x.float()[:1003, ::2], text, (1, 3), torch.tensor(7.0, device="cuda")) == 0
+    assert pairs.check_with_values(x[:1040, :1000], text) == 0
+
+
+@pytest.mark.parametrize("text", ["nvfp4", "e2m1 block(16) nvfp4", "mxfp4", "mxfp8", "e4m3 tile(32) pow2_ceil"])
+def test_decoded_words(text: str) -> None:
+    assert pairs.check_decoded(1024, 2048, text, "cuda") == 0
+
+
+@pytest.mark.parametrize("text", ["nvfp4", "nvfp4 stochastic(16)", "e2m1 tile(16) four_over_six", "e2m3 tile(16) nvfp4"])
+def test_two_level_scales_of_many_mantissas(text: str) -> None:
+    """Divisions without the hardware's checks: groups with one number each, from far below to above the magnitude given."""
+    cast = Cast.parse(text)
+    for seed, amax in enumerate((2688.0, 1.0, 1.9999999, 3.14159e-3, 7.77e-38, 1e-42, 3.3e38, 4.6e20)):
+        generator = torch.Generator("cuda").manual_seed(seed)
+        x = torch.zeros(1 << 15, 256, device="cuda")
+        magnitude = torch.exp2(-24 * torch.rand(1 << 15, 16, generator=generator, device="cuda") + 1).double() * amax
+        x[:, ::16] = magnitude.clamp(max=torch.finfo(torch.float32).max).float()
+        assert pairs.check_quantize(x, cast, 1, amax=torch.tensor(amax, device="cuda")) == 0
+
+
 @pytest.mark.parametrize("name", ["e4m3", "e5m2", "e3m4", "e3m2", "e2m3", "e2m1", "int8", "int4"])
 def test_fp32_scales_of_every_mantissa(name: str) -> None:
     """Division without the hardware's checks is still rounded to nearest: all 2^23 mantissas at several exponents."""

@@ -109,6 +109,11 @@ def calls() -> Iterator[str]:
         if held_by_bf16(cast):
             quantize.quantize_values(x, cast, (1, 0), mine, None)
         yield str(cast)
+    for text in ("nvfp4", "e2m1 block(16) nvfp4", "mxfp4", "mxfp8"):
+        cast, amax = Cast.parse(text), torch.ones(())
+        values, scale, _ = quantize.quantize(torch.zeros(64, 512), cast, 1, None, amax, cast.element)
+        quantize.dequantize(values, scale, torch.empty(0), cast, (64, 512), 1, torch.bfloat16)
+        yield f"words of {text}"
     quantize.unclipped(x, Cast.parse("e2m1 tile(32) quest"), 1)
     yield "masks of clipped elements"
     for along, across in IN_SQUARES:
@@ -145,7 +150,13 @@ def calls() -> Iterator[str]:
                 mine = moved if cast.round.bits else None
                 transforms.quantize(x, cast, axis, mine, place, cast.element)
                 transforms.quantize_values(x, cast, axis, mine, place)
+                if axis == 0 and held_by_bf16(cast):
+                    for container in (None, cast.element):
+                        transforms.quantize_with_values(x, cast, mine, place, None, container)
         yield transform
+    for text in ("nvfp4", "mxfp4", "mxfp8"):
+        transforms.quantize_with_values(x, Cast.parse(text), None, None, None, Cast.parse(text).element)
+        yield f"numbers and codes of {text}"
     yield from level_calls()
     yield from product_calls()
     yield from sampling_calls()
@@ -169,6 +180,7 @@ def product_calls() -> Iterator[str]:
         cast = Cast.parse("mxfp4")
         values, scale, _ = quantize.quantize(torch.zeros(rows, columns), cast, 1, None, None, cast.element)
         unfit = mx_fp8.as_fp8(values, scale, columns)[2]
+        mx_fp8.as_fp8(values, scale, columns, blocks=True)
         for dtype in (torch.bfloat16, torch.float32):
             out = torch.zeros(rows, rows, dtype=dtype)
             mx_fp8.replace_unfit(out, (values, scale), unfit, (values, scale), unfit, columns)

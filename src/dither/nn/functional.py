@@ -124,6 +124,18 @@ class Castings(NamedTuple):
         return self.along != self.across and all(plain) and not (self.along.container or self.across.container or self.shared)
 
     @property
+    def with_numbers(self) -> bool:
+        """True if one call casts to numbers along one axis, and along the other by the same cast, to codes or transformed."""
+        one, other = self
+        alike = (
+            one.cast == other.cast
+            and one.container == "bf16"
+            and other.at_once
+            and (one.row, one.column) == (other.row, other.column)
+        )
+        return alike and one != other and not (one.transform or one.first or other.first or self.shared)
+
+    @property
     def shared(self) -> bool:
         """True if ranks exchange the largest magnitudes of scale groups that they share."""
         return bool(self.along.shared or self.across.shared)
@@ -249,7 +261,7 @@ def make_settings(
             return Casting()
         if family is not None:
             return _casting(family.casts, family.container, level)
-        if units and backend.has_bf16_units() and engines.held_by_bf16(cast, verified):
+        if units and backend.has_bf16_units() and engines.held_by_bf16(cast, (*backend.tried_units(), *verified)):
             # What is multiplied at once comes as numbers. What is kept for backward or for a step is kept as codes.
             made = _casting((cast,), cast.format)._replace(held=True)
             codes = kept or not cast.kernel or cast.scaling.kind == "four_over_six"  # which is chosen by codes
@@ -684,7 +696,7 @@ def product(
     where = f"{_where(name)}, {which.replace('_', ' ')} product"
     result: Tensor = torch.ops.dither.product(
         a.values, a.scale, a.tensor_scale, a_casting.stored, b.values, b.scale, b.tensor_scale, b_casting.stored,
-        length, bias, dtype, fast, settings.emulate, where, settings.verified,
+        length, bias, dtype, fast, settings.emulate, where, settings.verified, which != "weight_grad",
     )  # fmt: skip
     return result
 
@@ -1024,6 +1036,8 @@ def cast_operand(
     whole = Amax()
     if along and across and casting.along.two_level and casting.across.two_level and not casting.shared and x.numel():
         whole = Amax(fused.largest_magnitude(x.detach()))
+    if along and across and casting.with_numbers:
+        return _cast_with_numbers(x.detach(), casting, whole, place, signs)
     one, other = (
         cast_layouts(
             x,
@@ -1125,11 +1139,29 @@ def _cast_transformed(x: Tensor, casting: Casting, axis: int, place: Tensor | No
         x, casting.cast, casting.transform, axis, casting.container, place, casting.row, casting.column,
         signs if casting.redrawn else None,
     )  # fmt: skip
-    if casting.container == "bf16":
-        codes = Codes(values if axis == 1 else values.T, None, tensor if casting.two_level else None)
-    else:
-        codes = Codes(values, scale, tensor) if axis == 1 else Codes(values.T, transposed_scale(scale), tensor)
+    codes = _transformed_codes(values, scale, tensor, casting, axis)
     return OperandCodes(codes, None) if axis == 1 else OperandCodes(None, codes)
+
+
+def _cast_with_numbers(x: Tensor, casting: Castings, amax: Amax, place: Tensor | None, signs: Tensor | None) -> OperandCodes:
+    """Cast x along its rows to numbers, and along its columns, after a transform if there is one, at once."""
+    along, across = casting
+    if across.width:
+        _check_beginning(across, 0)
+    numbers, outer, values, scale, tensor = torch.ops.dither.quantize_with_values(
+        x, across.cast, across.transform or "none", across.container, amax.given, place, across.row, across.column,
+        signs if across.redrawn else None,
+    )  # fmt: skip
+    return OperandCodes(
+        Codes(numbers, None, outer if along.two_level else None), _transformed_codes(values, scale, tensor, across, 0)
+    )
+
+
+def _transformed_codes(values: Tensor, scale: Tensor, tensor: Tensor, casting: Casting, axis: int) -> Codes:
+    """Return one layout as its product reads it."""
+    if casting.container == "bf16":
+        return Codes(values if axis == 1 else values.T, None, tensor if casting.two_level else None)
+    return Codes(values, scale, tensor) if axis == 1 else Codes(values.T, transposed_scale(scale), tensor)
 
 
 def _check_beginning(casting: Casting, axis: int) -> None:

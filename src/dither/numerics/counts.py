@@ -55,10 +55,11 @@ class CastCounts(NamedTuple):
     """float32[groups]: the scales, by which codes are multiplied; [0] for an unscaled cast."""
 
 
-def cast_counts(x: Tensor, cast: Cast, axis: int = -1, given_amax: Tensor | None = None) -> CastCounts:
+def cast_counts(x: Tensor, cast: Cast, axis: int = -1, given_amax: Tensor | None = None, weight: bool = False) -> CastCounts:
     """Count the numbers that casting `x` along `axis` clips, flushes to zero or makes subnormal.
 
-    `given_amax` (0-d float32) replaces the tensor's own largest magnitude, as in delayed scaling.
+    `given_amax` (0-d float32) replaces the tensor's own largest magnitude, as in delayed scaling. A `weight` in MXFP4 has to
+    fit FP8 in blocks of 128 x 128, other operands in tiles of 1 x 128.
 
     >>> found = cast_counts(torch.tensor([0.0, 0.2, 0.3, 1.0, 6.0, 7.0]), Cast("e2m1"))
     >>> dict(zip(COUNTS, found.counts.tolist(), strict=True))  # 7 would be 8; 0.2 is below 0.25; 0.3 becomes 0.5
@@ -91,17 +92,20 @@ def cast_counts(x: Tensor, cast: Cast, axis: int = -1, given_amax: Tensor | None
         scale = (factors.restore if factors.tensor is None else factors.restore * factors.tensor).flatten()
     unfit = zeros.new_zeros(1)
     if factors is not None and is_mxfp4(cast):
-        unfit = _unfit(factors.restore, scales.group_amax(x_BRC.float(), layout) > 0).clamp(max=x.numel())
+        unfit = _unfit(factors.restore, scales.group_amax(x_BRC.float(), layout) > 0, weight).clamp(max=x.numel())
     return CastCounts(torch.cat([counts, changed, unfit.double()]), amax, scale)
 
 
-def _unfit(restore_BPQ: Tensor, used_BPQ: Tensor) -> Tensor:
+def _unfit(restore_BPQ: Tensor, used_BPQ: Tensor, blocks: bool) -> Tensor:
     """Return how many numbers are in tiles of groups that FP8 does not hold together, int64[1]: see `ops.reference.mx_fp8`."""
-    exponents, missing = restore_BPQ.view(torch.int32) >> 23 & 255, -restore_BPQ.shape[2] % (mx_fp8.TILE // mx_fp8.GROUP)
-    exponents, used = F.pad(exponents, (0, missing), value=127), F.pad(used_BPQ, (0, missing))
-    shape = (*exponents.shape[:2], -1, mx_fp8.TILE // mx_fp8.GROUP)
-    _, fits = mx_fp8.fitting(exponents.view(shape), used.view(shape))
-    return (~fits).sum().reshape(1) * mx_fp8.TILE
+    _, P, Q = restore_BPQ.shape
+    groups, height = mx_fp8.TILE // mx_fp8.GROUP, mx_fp8.ROWS if blocks else 1
+    missing = (0, -Q % groups, 0, -P % height)
+    exponents = F.pad(restore_BPQ.view(torch.int32) >> 23 & 255, missing, value=127)
+    shape = (-1, height, exponents.shape[2] // groups, groups)
+    tiles = (each.reshape(shape).transpose(1, 2).flatten(2) for each in (exponents, F.pad(used_BPQ, missing)))
+    _, fits = mx_fp8.fitting(*tiles)
+    return (~fits).sum().reshape(1) * (mx_fp8.TILE * height)
 
 
 def _multiplied(magnitude_BRC: Tensor, multiply_BPQ: Tensor, layout: GroupLayout) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from dither.errors import PerformanceWarning, UserError
 from dither.spec import Cast
-from dither.spec.engines import SIXTEEN_BITS, Verified
+from dither.spec.engines import SIXTEEN_BITS, TRIED, Verified
 from dither.versions import has_triton, version
 
 
@@ -27,6 +27,12 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
 def has_bf16_units() -> bool:
     """Return False if this machine's GPU cannot multiply BF16; True without a GPU, where nobody asks its units."""
     return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= SIXTEEN_BITS["bf16"]
+
+
+@functools.cache
+def tried_units() -> tuple[str, ...]:
+    """Return the native units of this machine's GPU that this project has compared with the reference; none without a GPU."""
+    return TRIED.get(torch.cuda.get_device_capability(), ()) if torch.cuda.is_available() else ()
 
 
 def describe(device: torch.device, engines: tuple[str, ...] = ()) -> Verified | None:

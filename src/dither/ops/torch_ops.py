@@ -183,6 +183,33 @@ def _quantize_transformed_op(
     return code.quantize(x, parsed, axis, draw, place, _container(container, parsed))  # type: ignore[no-any-return]
 
 
+def _empty_with_values(x: Tensor, cast: str, transform: str, container: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    across = _empty_transformed(x, cast, transform, 0, container)
+    return x.new_empty(x.shape, dtype=torch.bfloat16), torch.empty_like(across[2]), *across
+
+
+@operator(_empty_with_values)
+def _quantize_with_values_op(
+    x: Tensor,
+    cast: str,
+    transform: str,
+    container: str,
+    amax: Tensor | None,
+    step: Tensor | None,
+    row: int,
+    column: int,
+    place: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return what `quantize_values` does along axis 1, and what `quantize_transformed` does along axis 0, from one reading.
+
+    The transform may be "none".
+    """
+    parsed = _with_transform(cast, transform)
+    code, draw = implementation("transforms", x.device, "auto"), _draw_of(0, step, row, column)
+    stored = None if container == "bf16" else _container(container, parsed)
+    return code.quantize_with_values(x, parsed, draw, place, amax, stored)  # type: ignore[no-any-return]
+
+
 @registry.cached
 def _with_transform(cast: str, transform: str) -> Cast:
     return replace(Cast.parse(cast), transform=transform)
@@ -217,12 +244,13 @@ def _product_op(
     emulate: bool,
     where: str,
     verified: str = "",
+    weight: bool = False,
 ) -> Tensor:
     """Return A B^T + bias in `dtype`, for A [P, L] and B [Q, L] as `Operand` describes them; the cast "" means uncast."""
     left = _operand(a, a_scale, a_tensor, a_cast, length)
     right = _operand(b, b_scale, b_tensor, b_cast, length)
     code = implementation("matmul", a.device, "auto", left.cast, right.cast)
-    options = {"fast": fast, "emulate": emulate, "where": where, "verified": verified}
+    options = {"fast": fast, "emulate": emulate, "where": where, "verified": verified, "weight": weight}
     return code.product(left, right, bias, dtype, **options)  # type: ignore[no-any-return]
 
 

@@ -1,14 +1,15 @@
-"""Optimizer states in host memory, streamed through two slots of device memory, one group of parameters at a time.
+"""Optimizer states in host memory, streamed through slots of device memory, one group of parameters at a time.
 
-While one group is updated in a slot, the next one is copied into the other, on streams of their own:
+While one group is updated in its slot, the next ones are copied into others, and earlier ones back, on streams of their own:
 
-    copies to the device   | a to slot 0 | b to slot 1 | c to slot 0 | ...
+    copies to the device   | a to slot 0 | b to slot 1 | c to slot 2 | ...
     updates                              | a           | b           | c
     copies to the host                                 | a           | b
 
-Updates in a backward pass (`release_gradients`) leave its products time for the copies. A group is copied ahead of its update
-if the step has had the same groups as the last one so far. Between steps, host memory has all states, and no slot has any. On
-a CPU the same copies are made, one after the other.
+A backward pass that updates (`release_gradients`) has the gradients of a whole block at once, several groups, and leaves its
+products time for the copies of the next block: half of the slots are filled ahead, if the step has had the same groups as the
+last one so far. Between steps, host memory has all states, and no slot has any. On a CPU the same copies are made, one after
+the other.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,7 @@ from dither.errors import UserError
 from dither.ops.ranks import as_matrix, local
 from dither.optim.groups import Member
 from dither.optim.states import OWN, State, layout
-from dither.spec.optimizer import STREAMED
+from dither.spec.optimizer import SLOTS, STREAMED
 
 ALIGNED = 512
 """Bytes that a tensor in a slot begins at a multiple of, as in torch's own allocations."""
@@ -59,16 +60,24 @@ class CopyStream:
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
 
-    def follow(self, other: "CopyStream | None") -> None:
-        """Let later copies wait for the copies in another stream so far, or for the work of the current one (None)."""
-        if self.stream is not None:
-            current = torch.cuda.current_stream(self.stream.device)
-            self.stream.wait_stream(current if other is None or other.stream is None else other.stream)
+    def mark(self) -> "torch.cuda.Event | None":
+        """Return the end of the copies so far."""
+        return None if self.stream is None else self.stream.record_event()
 
-    def lead(self) -> None:
-        """Let later work of the current stream wait for the copies so far."""
+    def follow(self, mark: "torch.cuda.Event | None") -> None:
+        """Let later copies wait for a mark of another stream."""
+        if self.stream is not None and mark is not None:
+            self.stream.wait_event(mark)
+
+    def follow_work(self) -> None:
+        """Let later copies wait for the work of the current stream so far."""
         if self.stream is not None:
-            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+
+    def lead(self, mark: "torch.cuda.Event | None") -> None:
+        """Let later work of the current stream wait for the copies up to a mark."""
+        if self.stream is not None and mark is not None:
+            torch.cuda.current_stream(self.stream.device).wait_event(mark)
 
     def use(self, tensor: Tensor) -> None:
         """Keep the memory of a tensor, when it is freed, from other uses until the copies are done."""
@@ -93,6 +102,8 @@ class Loan:
     """The states as the update reads them: the tensors of the slot by their names."""
     arranged: Any = None
     """The `Arrangement` that updates them; None before the first update."""
+    arrived: "torch.cuda.Event | None" = None
+    """The end of the copies to the slot."""
 
 
 class HostStates:
@@ -100,11 +111,13 @@ class HostStates:
 
     def __init__(self) -> None:
         self.slots: list[Tensor] = []
-        """The two buffers on the device, uint8."""
+        """The buffers on the device, uint8."""
+        self._most = SLOTS  # or two, if a group is larger than STREAMED
+        self._left: dict[int, torch.cuda.Event | None] = {}  # the end of the last copies from each slot
         self._loans: dict[str, Loan] = {}
         self._order: list[str] = []  # the groups of this step, so far
         self._previous: list[str] = []  # those of the step before
-        self._ahead: Loan | None = None  # the group that was copied before it was asked for
+        self._ahead: dict[int, Loan] = {}  # groups that were copied before they were asked for, by their place in the step
         self._streams: tuple[CopyStream, CopyStream] | None = None  # to the device and back; None before the first loan
         self._busy = False  # whether copies may be under way
 
@@ -143,13 +156,13 @@ class HostStates:
     def forget(self) -> None:
         """Forget all groups: states or parameters were replaced."""
         self.wait()
-        self._loans, self._order, self._previous, self._ahead = {}, [], [], None
+        self._loans, self._order, self._previous, self._ahead = {}, [], [], {}
 
     # Loans ---------------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Begin a step."""
-        self._previous, self._order, self._ahead = self._order, [], None
+        self._previous, self._order, self._ahead = self._order, [], {}
 
     def groups(self, members: Sequence[Member]) -> list[list[StatePart]]:
         """Divide parameters into groups of neighbours with `STREAMED` weights at most.
@@ -167,6 +180,8 @@ class HostStates:
                 height = max(1, STREAMED // part.shape[-1])
                 height -= height % 16 if height > 16 else 0  # parts of any dtype begin at multiples of 16 bytes
                 parts = [slice(start, min(start + height, rows)) for start in range(0, rows, height)]
+            elif part.numel() > STREAMED:
+                self._most = 2
             for rows_of_part in parts:
                 weights = member.parameter.numel() if len(parts) == 1 else STREAMED
                 if found[-1] and size + weights > STREAMED:
@@ -188,30 +203,45 @@ class HostStates:
         loan = self._loan(name, parts, states, device)
         assert self._streams is not None
         into, back = self._streams
-        if self._ahead is not loan:
-            self._fetch(loan)
-        self._ahead, self._busy = None, True
-        into.lead()
-        place = len(self._order)
+        place, self._busy = len(self._order), True
+        if self._ahead.pop(place, None) is not loan:
+            self._ahead = {}
+            self._fetch(loan, back.mark())
+        into.lead(loan.arrived)
         self._order.append(name)
-        # Before the copies back are queued, so that the next group waits for those of the group before this one alone.
-        if self._previous[place : place + 1] == [name] and place + 1 < len(self._previous):
-            following = self._loans.get(self._previous[place + 1])
-            if following is not None and following.slot != loan.slot:
-                self._fetch(following)
-                self._ahead = following
+        if self._previous[place : place + 1] == [name]:
+            self._fetch_ahead(place)
         try:
             yield loan
-        finally:
-            back.follow(None)  # also of an update that failed, since the slot is used again
+        except BaseException:
+            back.follow_work()  # also of an update that failed, since the slot is used again
+            self._left[loan.slot] = back.mark()
+            raise
+        back.follow_work()
         back.copy(loan.host, loan.device)
+        self._left[loan.slot] = back.mark()
 
-    def _fetch(self, loan: Loan) -> None:
-        """Copy a group to its slot, after the copies back so far: the slot is free then, and host memory is up to date."""
+    def _fetch_ahead(self, place: int) -> None:
+        """Copy the groups that followed in the last step: those of half of the slots.
+
+        Their slots are free after the last copies from there. These come after their own copies to the host in the last step,
+        when they were in the same slots or earlier ones.
+        """
+        for at in range(place + 1, min(place + 1 + self._most // 2, len(self._previous))):
+            following = self._loans.get(self._previous[at])
+            if following is None or following.slot != at % self._most:
+                break
+            if at not in self._ahead:
+                self._fetch(following, self._left.get(following.slot))
+                self._ahead[at] = following
+
+    def _fetch(self, loan: Loan, after: "torch.cuda.Event | None") -> None:
+        """Copy a group to its slot after copies to the host, by which the slot is free and host memory up to date."""
         assert self._streams is not None
-        into, back = self._streams
-        into.follow(back)
+        into, _ = self._streams
+        into.follow(after)
         into.copy(loan.device, loan.host)
+        loan.arrived = into.mark()
 
     def _loan(self, name: str, parts: Sequence[StatePart], states: Sequence[State], device: torch.device) -> Loan:
         """Return the group's loan: that of the last step, unless a tensor or its slot has changed."""
@@ -222,14 +252,14 @@ class HostStates:
             for tensor in (local(state[key]) for key in names)
         ]
         addresses = [tensor.data_ptr() for tensor in host]
-        slot, known = len(self._order) % 2, self._loans.get(name)
+        slot, known = len(self._order) % self._most, self._loans.get(name)
         if known is not None and (known.slot, known.addresses) == (slot, addresses):
             return known
         self._previous = []  # this step differs from the last one: nothing is copied ahead
         ends: list[int] = [0]
         for tensor in host:
             ends.append(ends[-1] + -(-tensor.nbytes // ALIGNED) * ALIGNED)
-        self._reserve(ends[-1], device)
+        self._reserve(ends[-1], slot, device)
         there = [
             self.slots[slot][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for tensor, start in zip(host, ends, strict=False)
@@ -239,21 +269,25 @@ class HostStates:
         self._loans[name] = Loan(slot, addresses, host, there, lent)
         return self._loans[name]
 
-    def _reserve(self, size: int, device: torch.device) -> None:
-        """Make the slots large enough, on the device."""
-        if self.slots and self.slots[0].numel() >= size and self.slots[0].device == device:
-            return
-        self.wait()
-        self._loans, self._ahead = {}, None
-        if not self.slots or self.slots[0].device != device:
-            self._streams = CopyStream(device), CopyStream(device)
-        self.slots = []  # freed before they are made anew
-        self.slots = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+    def _reserve(self, size: int, slot: int, device: torch.device) -> None:
+        """Make the slots up to number `slot`, and all of them large enough, on the device."""
+        fits = bool(self.slots) and self.slots[0].numel() >= size and self.slots[0].device == device
+        fits = fits and len(self.slots) <= self._most
+        count = min(self._most, max(slot + 1, len(self.slots)))
+        size = max(size, self.slots[0].numel() if self.slots else 0)
+        if not fits:
+            self.wait()
+            self._loans, self._ahead, self._left = {}, {}, {}
+            if not self.slots or self.slots[0].device != device:
+                self._streams = CopyStream(device), CopyStream(device)
+            self.slots = []  # freed before they are made anew
         assert self._streams is not None
-        for stream in self._streams:
-            stream.follow(None)  # which may still use what was freed there
-            for slot in self.slots:
-                stream.use(slot)
+        made = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(count - len(self.slots))]
+        self.slots += made
+        for stream in self._streams if made else ():
+            stream.follow_work()  # which may still use what was freed there
+            for each in made:
+                stream.use(each)
 
 
 def _state_bytes(member: Member) -> int:

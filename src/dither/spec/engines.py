@@ -52,8 +52,8 @@ class Engine:
     """The matrix units of a product, and how they scale.
 
     - `fp8`: FP8 units, which apply the scales. `fp8-container`: the same, with FP4 or FP6 values stored as E4M3 codes.
-    - `fp8-mxfp4`: FP8 units on MXFP4, whose numbers are those of E4M3 codes with a scale per 1 x 128 tile. BF16 units multiply
-      the rows with a tile whose exponents differ by more than 14.
+    - `fp8-mxfp4`: FP8 units on MXFP4, whose numbers are those of E4M3 codes with a scale per 1 x 128 tile, of weights per 128 x
+      128 block. BF16 units multiply the rows with a tile whose exponents differ by more than 14.
     - `mxfp8`, `mxfp4`, `nvfp4`: units that scale groups of 32 or 16 themselves.
     - `int8`: exact integer sums, scaled afterwards.
     - `bf16`, `fp16`: 16-bit units on values that these formats hold exactly. Scales of tensors and rows are applied to the

@@ -153,6 +153,10 @@ STREAMED = 1 << 26
 """Weights whose states are copied together from host memory. A larger parameter is divided into rows, unless its update needs
 all of it at once."""
 
+SLOTS = 8
+"""Groups of STREAMED weights with room on the device: two blocks of an 8B model, one on its way in and one on its way out. Two
+groups if a parameter has more weights and is not divided."""
+
 HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "active", "sign")
 """Columns of the hyperparameters, float64, one row per parameter. `active` is 1 if the parameter has a gradient in this step,
 else 0; `sign` is 1, or -1 to maximize. For Muon's matrices `beta2` is the momentum, and `beta1` is 0."""

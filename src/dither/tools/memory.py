@@ -22,7 +22,7 @@ from dither.spec.formats import TABLE, Format
 from dither.spec.gpus import GIB as GIB
 from dither.spec.layer import chunk_rows
 from dither.spec.modes import MODES
-from dither.spec.optimizer import BLOCKS, STREAMED, WHOLE, state_bytes
+from dither.spec.optimizer import BLOCKS, SLOTS, STREAMED, WHOLE, state_bytes
 from dither.spec.recipes import recipe
 
 ALIGNED = 64
@@ -325,17 +325,18 @@ def resident(shape: Shape, setting: Setting) -> dict[str, int]:
 
 
 def slot_bytes(shape: Shape, setting: Setting) -> int:
-    """Return the bytes on the GPU through which states in host memory are streamed: two groups of parameters.
+    """Return the bytes on the GPU through which states in host memory are streamed: `SLOTS` groups of parameters, or two.
 
     Matrices whose update needs all of them, because they are stored as codes, orthogonalized, or share second moments, are not
     divided.
     """
     whole = shape.width * shape.feed_forward
     largest = {"adamw": whole if setting.weights == "fp8" else 0, "adam-mini": shape.output_weights, "muon": whole}
-    weights = min(max(STREAMED, largest[setting.optimizer]), shape.parameters)
+    undivided = largest[setting.optimizer]
+    weights = min(SLOTS * STREAMED if undivided <= STREAMED else 2 * undivided, shape.parameters)
     moments = 1 if setting.optimizer == "adam-mini" else 2
     per_weight = moments * state_bytes(setting.storage.states, setting.state_block) + setting.storage.masters
-    return round(2 * weights * per_weight)
+    return round(weights * per_weight)
 
 
 def pinned_bytes(shape: Shape, setting: Setting) -> int:

@@ -1,13 +1,14 @@
-"""MXFP4 as FP8: the same numbers, for units that scale 1 x 128 tiles of E4M3.
+"""MXFP4 as FP8: the same numbers, for units that scale 1 x 128 tiles, or 128 x 128 blocks, of E4M3.
 
 A value of MXFP4 is v 2^k, with v of E2M1 and a scale 2^k per 32 values. E4M3 holds v 2^j for j from -8 (0.5 becomes 2^-9, its
 smallest number) to 6 (6 becomes 384). So the four groups of a tile fit if their exponents differ by 14 at most: the tile has
 the scale 2^(largest k - 6). Groups of zeros have no exponent. A tile that does not fit is zero in FP8, and BF16 units multiply
-the 128 rows that it belongs to.
+the 128 rows that it belongs to. Units are faster if one operand has blocks, whose 512 groups have to fit: those of weights do.
 """
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
 from dither.ops import storage
 from dither.ops.reference import rounding
@@ -35,29 +36,36 @@ def fitting(exponents: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
     return largest, fits | (exponents == 255).any(-1)
 
 
-def as_fp8(values: Tensor, scale: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
+def as_fp8(values: Tensor, scale: Tensor, length: int, blocks: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Return (E4M3 codes [P, L], float32 scales of 1 x 128 tiles [P, T], counts of tiles that do not fit per 128 rows, int32).
 
     values: packed E2M1 codes [P, L / 2]. scale: E8M0 scales [P, L / 32]. Scales of tiles are stored with the rows innermost.
+    blocks: tiles are 128 x 128, and their scales [P / 128, T]. A block with a NaN does not fit: other rows have none.
     Example: groups with the values 6 * 2^3 and 0.5 * 2^-11 fit: the scale is 2^-3, and the codes are those of 384 and 2^-9.
     """
-    P, tiles = values.shape[0], -(-length // TILE)
+    P, tiles, groups = values.shape[0], -(-length // TILE), TILE // GROUP
+    height = ROWS if blocks else 1
     codes = storage.unpack(values.view(torch.uint8), length, E2M1)
-    codes = torch.nn.functional.pad(codes, (0, tiles * TILE - length)).view(P, tiles, TILE // GROUP, GROUP)
+    codes = F.pad(codes, (0, tiles * TILE - length, 0, -P % height)).view(-1, height, tiles, groups, GROUP)
     exponents = scale.view(torch.uint8).int()
-    exponents = torch.nn.functional.pad(exponents, (0, tiles * TILE // GROUP - exponents.shape[1]), value=127)
-    exponents = exponents.view(P, tiles, TILE // GROUP)
-    largest, fits = fitting(exponents, (codes & 7).amax(-1) > 0)
-    lost = (exponents == 255).any(-1)
+    exponents = F.pad(exponents, (0, tiles * groups - exponents.shape[1], 0, -P % height), value=127)
+    exponents = exponents.view(-1, height, tiles, groups)
+    used = (codes & 7).amax(-1) > 0
+    largest, fits = fitting(*(each.transpose(1, 2).flatten(2) for each in (exponents, used)))
+    lost = (exponents == 255).any(-1).any(1)
+    if blocks:
+        fits, lost = fits & ~lost, torch.zeros_like(lost)
     base = torch.where((largest < 0) | ~fits, 127, largest - UP)
-    shift = (exponents - base[..., None]).clamp(UP - SPAN, UP)
+    shift = (exponents - base[:, None, :, None]).clamp(UP - SPAN, UP)
     numbers = rounding.decode(codes, E2M1) * power_of_two(shift)[..., None]
-    numbers = torch.where((fits & ~lost)[..., None, None], numbers, 0.0)
-    fp8 = rounding.encode(numbers, E4M3).view(P, tiles * TILE)[:, :length]
+    numbers = torch.where((fits & ~lost)[:, None, :, None, None], numbers, 0.0)
+    fp8 = rounding.encode(numbers, E4M3).view(-1, tiles * TILE)[:P, :length]
     restore = torch.where(lost, torch.nan, power_of_two(base - 127))
-    unfit = torch.nn.functional.pad((~fits).sum(1, dtype=torch.int32), (0, -P % ROWS)).view(-(-P // ROWS), ROWS)
-    stored = storage.pack(fp8, E4M3).view(storage.storage_dtype(E4M3))
-    return stored, restore.new_empty(tiles, P).T.copy_(restore), unfit.sum(1, dtype=torch.int32)
+    unfit = (~fits).sum(1, dtype=torch.int32)
+    if not blocks:
+        restore = restore.new_empty(tiles, P).T.copy_(restore)
+        unfit = F.pad(unfit, (0, -P % ROWS)).view(-(-P // ROWS), ROWS).sum(1, dtype=torch.int32)
+    return storage.pack(fp8, E4M3).view(storage.storage_dtype(E4M3)), restore, unfit
 
 
 def replace_unfit(

@@ -45,8 +45,8 @@ def transform(x: Tensor, transforming: Transform, axis: int, place: Tensor | Non
 
 def padded_shape(x: Tensor, transforming: Transform, axis: int) -> list[int]:
     """Return the shape of the matrix x after the transform."""
-    size = list(x.shape)
-    size[axis] = -(-size[axis] // transforming.size) * transforming.size
+    size, width = list(x.shape), max(transforming.size, 1)
+    size[axis] = -(-size[axis] // width) * width
     return size
 
 
@@ -63,6 +63,24 @@ def quantize_values(x: Tensor, cast: Cast, axis: int, draw: Draw | None, place: 
         transform(x, cast.transforming, axis, place), cast.without_transform, (axis,), draw, None
     )
     return values, tensor
+
+
+def quantize_with_values(
+    x: Tensor, cast: Cast, draw: Draw | None, place: Tensor | None, given_amax: Tensor | None, container: Format | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return x cast along axis 1 without its transform, as BF16 numbers and a tensor scale, then what `quantize` does along 0.
+
+    Without a container, the second cast has numbers and no scales too, as `quantize_values` returns them. Without a transform,
+    both casts take the given magnitude.
+    """
+    bare = cast.without_transform
+    (numbers,), outer = casts.quantize_values(x, bare, (1,), draw, given_amax)
+    if cast.transforming.size:
+        x, given_amax = transform(x, cast.transforming, 0, place), None
+    if container is None:
+        (values,), tensor = casts.quantize_values(x, bare, (0,), draw, given_amax)
+        return numbers, outer, values, values.new_empty(0, dtype=torch.float32), tensor
+    return numbers, outer, *casts.quantize(x, bare, 0, draw, given_amax, container)
 
 
 def inverse(x: Tensor, transforming: Transform, axis: int, place: Tensor | None, length: int) -> Tensor:

@@ -3,6 +3,8 @@
 Legend: P lines of Q elements in a tile; `stride` is the length of a stored line in items of the output, bytes if packed.
 """
 
+import re
+
 import triton
 import triton.language as tl
 
@@ -62,6 +64,64 @@ def e2m1_words(a, sign, random, F: tl.constexpr, P: tl.constexpr, Q: tl.constexp
     arguments = [u0, u1, u2, u3, u4, u5, u6, u7, s0, s1, s2, s3, s4, s5, s6, s7, w0, w1, w2, w3]
     constraints: tl.constexpr = "=r" + ",r" * 20
     return tl.inline_asm_elementwise(E2M1_WORD, constraints, arguments, dtype=tl.int32, is_pure=True, pack=1)
+
+
+# Eight E2M1 codes of the word $4, times the scale $5, as four words of two BF16 numbers each; the products are exact.
+# Permutations look the two bytes of a number up by the code itself, without its sign: 0, 0.5, 1, 1.5, 2, 3, 4, 6.
+E2M1_NUMBERS = tl.constexpr(
+    """{
+    .reg .b32 m, e, h, l, n, s, scale;
+    cvt.rn.bf16x2.f32 scale, $5, $5;
+    and.b32 m, $4, 0x77777777;  shl.b32 e, $4, 4;
+    prmt.b32 h, 0x3F3F3F00, 0x40404040, m;  prmt.b32 l, 0xC0800000, 0xC0804000, m;
+    prmt.b32 n, l, h, 0x5140;  prmt.b32 s, e, $4, 0x4000;  lop3.b32 n, n, s, 0x80008000, 0xF8;  mul.rn.bf16x2 $0, n, scale;
+    prmt.b32 n, l, h, 0x7362;  prmt.b32 s, e, $4, 0x5010;  lop3.b32 n, n, s, 0x80008000, 0xF8;  mul.rn.bf16x2 $1, n, scale;
+    shr.u32 m, m, 16;
+    prmt.b32 h, 0x3F3F3F00, 0x40404040, m;  prmt.b32 l, 0xC0800000, 0xC0804000, m;
+    prmt.b32 n, l, h, 0x5140;  prmt.b32 s, e, $4, 0x6020;  lop3.b32 n, n, s, 0x80008000, 0xF8;  mul.rn.bf16x2 $2, n, scale;
+    prmt.b32 n, l, h, 0x7362;  prmt.b32 s, e, $4, 0x7030;  lop3.b32 n, n, s, 0x80008000, 0xF8;  mul.rn.bf16x2 $3, n, scale;
+    }"""
+)
+E2M1_SATURATED = tl.constexpr(
+    re.sub(
+        r"mul.rn.bf16x2 (\$.), n, scale;",
+        r"mul.rn.bf16x2 n, n, scale; min.NaN.bf16x2 n, n, most; max.NaN.bf16x2 \1, n, least;",
+        E2M1_NUMBERS.value.replace("scale;", "scale, most, least; mov.b32 most, 0x7F7F7F7F; mov.b32 least, 0xFF7FFF7F;", 1),
+    )
+)
+
+
+# Four E4M3 codes of the word $2, times the scale $3, as two words of two BF16 numbers each.
+E4M3_NUMBERS = tl.constexpr(
+    """{
+    .reg .b16 c, d, h<4>;  .reg .b32 p;  .reg .f32 f<4>;
+    mov.b32 {c, d}, $2;
+    cvt.rn.f16x2.e4m3x2 p, c;  mov.b32 {h0, h1}, p;
+    cvt.rn.f16x2.e4m3x2 p, d;  mov.b32 {h2, h3}, p;
+    cvt.f32.f16 f0, h0;  cvt.f32.f16 f1, h1;  cvt.f32.f16 f2, h2;  cvt.f32.f16 f3, h3;
+    mul.rn.f32 f0, f0, $3;  mul.rn.f32 f1, f1, $3;  mul.rn.f32 f2, f2, $3;  mul.rn.f32 f3, f3, $3;
+    cvt.rn.satfinite.bf16x2.f32 $0, f1, f0;  cvt.rn.satfinite.bf16x2.f32 $1, f3, f2;
+    }"""
+)
+
+
+@triton.jit
+def word_numbers(words, scale, BITS: tl.constexpr, SATURATE: tl.constexpr):
+    """Return the codes of words [N], E2M1 (4 bits) or E4M3 (8 bits), times float32 scales [N], as pairs of BF16 numbers.
+
+    int32[N, pairs per word]. SATURATE is for E2M1 with scales whose products may overflow; those of E4M3 always saturate.
+    """
+    if BITS == 8:
+        n01, n23 = tl.inline_asm_elementwise(
+            E4M3_NUMBERS, "=r,=r,r,f", [words, scale], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
+        return tl.join(n01, n23)
+    else:
+        PTX: tl.constexpr = E2M1_SATURATED if SATURATE else E2M1_NUMBERS
+        n01, n23, n45, n67 = tl.inline_asm_elementwise(
+            PTX, "=&r,=&r,=&r,=&r,r,f", [words, scale], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
+        )
+        return tl.reshape(tl.join(tl.join(n01, n45), tl.join(n23, n67)), [words.shape[0], 4])
 
 
 @triton.jit

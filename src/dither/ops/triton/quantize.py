@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dither.ops import storage
 from dither.ops.triton import BoundKernel, library, native, quantize_128
-from dither.ops.triton.packing import store_packed
+from dither.ops.triton.packing import store_packed, word_numbers
 from dither.ops.triton.philox import aligned, program_tile, tiles
 from dither.ops.triton.rounding import as_bits, as_float, decode, draw_arguments, fields, rounding_constants
 from dither.ops.triton.scales import (
@@ -36,7 +36,9 @@ from dither.ops.triton.scales import (
     tensor_factor,
 )
 from dither.ops.triton.tiles import (
+    by_rows,
     cast_program,
+    from_rows,
     largest,
     load_tile,
     restored,
@@ -45,6 +47,7 @@ from dither.ops.triton.tiles import (
     store_scales,
     tile_codes,
     tile_factors,
+    tile_places,
     tile_values,
 )
 from dither.spec import Cast, groups
@@ -53,6 +56,18 @@ from dither.spec.cast import LIBRARY_CASTS
 from dither.spec.formats import Format
 from dither.spec.groups import GroupLayout
 from dither.spec.random import Draw
+
+
+@triton.jit
+def stored_factor(stored, S: tl.constexpr, E: tl.constexpr):
+    """Return the float32 values of stored scales."""
+    if S.STORED == "e8m0":
+        exponent = stored.to(tl.int32)
+        return as_float(tl.where(exponent == 0, 1 << 22, tl.where(exponent == 255, 0x7FC00000, exponent << 23)))
+    elif S.STORED == "e4m3":
+        return decode(stored.to(tl.int32), E)
+    else:
+        return stored
 
 
 @triton.jit
@@ -99,16 +114,9 @@ def _dequantize_kernel(
         group = first + tl.arange(0, Q // GQ) * GQ
         place = scale_ptr + batch * scale_batch + (line // gp)[:, None] * scale_line + (group // gq)[None, :] * scale_group
         stored = tl.load(place, mask=in_line & (group < length)[None, :], other=0)
-        if S.STORED == "e8m0":
-            exponent = stored.to(tl.int32)
-            restore = as_float(tl.where(exponent == 0, 1 << 22, tl.where(exponent == 255, 0x7FC00000, exponent << 23)))
-        elif S.STORED == "e4m3":
-            restore = decode(stored.to(tl.int32), E)
-            if OUTER:
-                tensor = tl.load(tensor_ptr)
-        else:
-            restore = stored
-        restore = spread(restore, P, Q, 1, GQ)
+        if S.STORED == "e4m3" and OUTER:
+            tensor = tl.load(tensor_ptr)
+        restore = spread(stored_factor(stored, S, E), P, Q, 1, GQ)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     if NATIVE and S.KIND != "none" and not F.HAS_INF:
         result = saturated(value * restore * tensor, DTYPE)
@@ -119,6 +127,45 @@ def _dequantize_kernel(
         tl.store(out, result)
     else:
         tl.store(out, result, mask=inside)
+
+
+@triton.jit
+def _decode_kernel(
+    code_ptr, scale_ptr, out_ptr, lines, length, scale_line, scale_group,
+    F: tl.constexpr, S: tl.constexpr, E: tl.constexpr, NATIVE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
+    GP: tl.constexpr, GQ: tl.constexpr,
+):  # fmt: skip
+    """Store E2M1 or E4M3 codes times the scales of their groups of GP lines by GQ elements in BF16, which holds them.
+
+    Lines follow each other without gaps. A thread decodes a word of C codes and stores its numbers at once, in several rounds.
+    Triton would load four words at once, and then exchange numbers between threads; so it is not to see that words are
+    neighbours.
+    """
+    C: tl.constexpr = 32 // F.BITS
+    _, first_line, first = program_tile(tl.program_id(0), lines, length, P, Q)
+    n = tl.arange(0, P * Q // C)
+    line, word = n // (Q // C), n % (Q // C)
+    if NATIVE:
+        word = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1)
+    codes = tl.load(code_ptr + (first_line * length + first) // C + line.to(tl.int64) * (length // C) + word)
+    group = (first_line // GP + line // GP) * scale_line + (first // GQ + word * C // GQ) * scale_group
+    restore = stored_factor(tl.load(scale_ptr + group), S, E)
+    if NATIVE:
+        numbers = word_numbers(codes, restore, F.BITS, S.STORED == "e8m0")
+    else:
+        even = codes[:, None] >> (tl.arange(0, C // 2) * (2 * F.BITS))[None, :]
+        numbers = bf16_bits(even, restore, F) | (bf16_bits(even >> F.BITS, restore, F) << 16)
+    pair = (first_line * length + first) // 2 + line.to(tl.int64) * (length // 2) + word * (C // 2)
+    tl.store(out_ptr + pair[:, None] + tl.arange(0, C // 2)[None, :], numbers)
+
+
+@triton.jit
+def bf16_bits(codes, restore, F: tl.constexpr):
+    """Return the bits of the lowest code of each word in codes [N, C] times restore [N], as BF16."""
+    value = decode(codes & ((1 << F.BITS) - 1), F)
+    return (
+        restored(value, restore[:, None], 1.0, tl.bfloat16, True, False, False).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    )
 
 
 def dequantize(
@@ -141,9 +188,48 @@ def dequantize(
     if out.numel():
         strides = codes.stride()[:2], groups.stride() if groups.dim() == 3 else (0, 0, 0)
         outer = bool(tensor_scale.numel()) and cast.scaling.two_level
+        words = not outer and codes.storage_offset() % 4 == 0
+        if words and (launch := _decode_launch(layout, strides, dtype, out.device, cast)):
+            launch(codes.view(torch.int32), groups, out.view(torch.int32))
+            return layout.restore(out)
         launch = _dequantize_launch(layout, strides, out.stride(), dtype, groups.dtype, out.device, cast, outer)
         launch(codes, groups, tensor_scale, out)
     return layout.restore(out)
+
+
+@functools.lru_cache(maxsize=4096)
+def _decode_launch(
+    layout: GroupLayout,
+    strides: tuple[tuple[int, ...], tuple[int, ...]],
+    dtype: torch.dtype,
+    device: torch.device,
+    cast: Cast,
+) -> BoundKernel | None:
+    """Return the kernel for whole tiles of one matrix of E2M1 or E4M3 codes as BF16 numbers, or None for others."""
+    (lines, length), (P, Q) = layout.lines, (32, 256)
+    (GP, GQ), fits = layout.group, cast.group.kind in ("tile", "block") and cast.scaling.storage in ("e4m3", "e8m0")
+    if cast.format not in ("e2m1", "e4m3") or not fits or GQ % 8 or GQ > Q or dtype != torch.bfloat16:
+        return None
+    whole = strides[0][1] == groups.packed_length(length, cast.element)
+    if layout.batch > 1 or layout.along_rows or lines % P or length % Q or not whole:
+        return None
+    return BoundKernel(
+        _decode_kernel,
+        tiles(1, lines, length, P, Q)[0],
+        (lines, length, *strides[1][1:]),
+        {
+            "F": fields(cast.element),
+            "S": scaling_fields(cast),
+            "E": E4M3,
+            "NATIVE": native(device),
+            "P": P,
+            "Q": Q,
+            "GP": GP,
+            "GQ": GQ,
+        },
+        bits=(1,),
+        num_warps=4,
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -275,8 +361,7 @@ def _quantize_once_kernel(
         x_ptr + first_row * stride_r + first_column * stride_c, step_ptr, key, row0 + first_row, column0 + first_column,
         rows - first_row, columns - first_column, 1, stride_r, stride_c, H, RUN, True, ROWS, COLUMNS, A, EVEN, True,
     )  # fmt: skip
-    x = tl.reshape(tl.permute(tl.reshape(x, [A, ROWS // A, COLUMNS]), (1, 0, 2)), [ROWS, COLUMNS])
-    random = tl.reshape(tl.permute(tl.reshape(random, [A, ROWS // A, COLUMNS]), (1, 0, 2)), [ROWS, COLUMNS])
+    x, random = by_rows(x, ROWS, COLUMNS, A), by_rows(random, ROWS, COLUMNS, A)
     multiply = x
     if G > 0:
         amax = largest(tl.reshape(tl.abs(x), [ROWS // G, G, COLUMNS // G, G]), H.NATIVE)
@@ -319,20 +404,18 @@ def _values_kernel(
         x_ptr + first_row * stride_r + first_column * stride_c, step_ptr, key, row0 + first_row, column0 + first_column,
         rows - first_row, columns - first_column, 1, stride_r, stride_c, H, RUN, True, ROWS, COLUMNS, A, EVEN, True,
     )  # fmt: skip
-    x = tl.reshape(tl.permute(tl.reshape(x, [A, ROWS // A, COLUMNS]), (1, 0, 2)), [ROWS, COLUMNS])
-    random = tl.reshape(tl.permute(tl.reshape(random, [A, ROWS // A, COLUMNS]), (1, 0, 2)), [ROWS, COLUMNS])
+    x, random = by_rows(x, ROWS, COLUMNS, A), by_rows(random, ROWS, COLUMNS, A)
     tensor = 1.0
     if S.STORED == "e4m3":
         tensor = tensor_factor(tl.load(amax_ptr), S)
         if tl.program_id(0) == 0:
             tl.store(tensor_ptr, tensor)
-    row, column = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
-    at = row[:, None] * columns + column[None, :]
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    at, inside = tile_places(first_row, first_column, rows, columns, columns, ROWS, COLUMNS, A, RUN, True)
     DTYPE: tl.constexpr = along_ptr.dtype.element_ty
     if ALONG:
         GP: tl.constexpr = G if SQUARE else 1
         value = tile_values(x, random, tensor, DTYPE, F, S, H, SCALE, W, ROWS, COLUMNS, GP, G)
+        value = from_rows(value, ROWS, COLUMNS, A)
         if EVEN:
             tl.store(along_ptr + at, value)
         else:
@@ -340,6 +423,7 @@ def _values_kernel(
     if ACROSS:
         GQ: tl.constexpr = G if SQUARE else 1
         value = tile_values(x, random, tensor, DTYPE, F, S, H, SCALE, W, ROWS, COLUMNS, G, GQ)
+        value = from_rows(value, ROWS, COLUMNS, A)
         if EVEN:
             tl.store(across_ptr + at, value)
         else:
@@ -409,6 +493,7 @@ def _values_launch(
         },
         bits=(4,),
         num_warps=warps,
+        maxnreg=128 if drawn[0] else None,  # four programs at once
     )
 
 

@@ -108,20 +108,25 @@ def is_lost(amax):
 
 
 # GPUs divide by a guess of 1 / b, refined by two Newton steps with a residual each. Most of the cost are checks for numbers
-# that these steps cannot handle, and operands from 1 to 2 need none. Both functions round to nearest: tests/gpu tries every
+# that these steps cannot handle, and operands from 1 to 2 need none. These functions round to nearest: tests/gpu tries every
 # mantissa.
 
 
 @triton.jit
-def max_over(b, S: tl.constexpr, NATIVE: tl.constexpr):
-    """Return S.MAX / b, rounded to nearest, for b from 1 to 2."""
+def divided(a, b, NATIVE: tl.constexpr):
+    """Return a / b, rounded to nearest, for b from 1 to 2."""
     if not NATIVE:
-        return tl.div_rn(S.MAX, b)
+        return tl.div_rn(a, b)
     guess = tl.inline_asm_elementwise("rcp.approx.f32 $0, $1;", "=f,f", [b], dtype=tl.float32, is_pure=True, pack=1)
-    guess = tl.fma(guess, tl.fma(-b, guess, 1.0), guess)
-    quotient = S.MAX * guess
-    quotient = tl.fma(tl.fma(-b, quotient, S.MAX), guess, quotient)
-    return tl.fma(tl.fma(-b, quotient, S.MAX), guess, quotient)
+    return refined(a, b, tl.fma(guess, tl.fma(-b, guess, 1.0), guess))
+
+
+@triton.jit
+def refined(a, b, inverse):
+    """Return a / b, rounded to nearest, given 1 / b, rounded to nearest."""
+    quotient = inverse * a
+    quotient = tl.fma(tl.fma(-b, quotient, a), inverse, quotient)
+    return tl.fma(tl.fma(-b, quotient, a), inverse, quotient)
 
 
 @triton.jit
@@ -174,6 +179,41 @@ def quest_exponent(x, amax):
 
 
 @triton.jit
+def mantissa_of(x):
+    """Return the significand of float32 numbers, from 1 to 2; that of a subnormal number is misread."""
+    return as_float((as_bits(x) & 0x7FFFFF) | 0x3F800000)
+
+
+@triton.jit
+def two_level_factors(amax, tensor, S: tl.constexpr, UP: tl.constexpr, WIDER: tl.constexpr):
+    """Return (multiply, restore) of groups of nvfp4 and four_over_six as `group_factors` does, by the GPU's instructions.
+
+    As with fp32 scales, significands are divided alone. `tensor` and its inverse are normal numbers. Whatever is below 2^-9,
+    the smallest scale, becomes 2^-9, so a misread subnormal `amax` changes nothing. UP rounds scales up, else to nearest.
+    """
+    value, inverse = as_float(amax), tl.div_rn(1.0, tensor)
+    exponent, m = as_bits(tensor) & 0x7F800000, mantissa_of(tensor)
+    lost = value * 0.0 + tensor * 0.0  # NaN where either is not finite, else 0
+    wanted = refined(over_max(mantissa_of(value), S, True), m, as_float(as_bits(inverse) + (exponent - (127 << 23))))
+    bits = as_bits(wanted) + tl.maximum((amax & 0x7F800000) - exponent, -(40 << 23))
+    if WIDER != 1.0:
+        bits = as_bits(as_float(tl.minimum(bits.to(tl.uint32, bitcast=True), 0x43E00000).to(tl.int32, bitcast=True)) * WIDER)
+    bits = tl.minimum(bits.to(tl.uint32, bitcast=True), 0x43E00000).to(tl.int32, bitcast=True)  # 448
+    bits = tl.maximum(bits, 118 << 23)  # 2^-9
+    # As in `rounding.round_nearest`, the adder rounds to three bits of mantissa, or to the spacing 2^-9 of subnormal scales.
+    large = as_float(tl.maximum((bits & 0x7F800000) + (20 << 23), 141 << 23))
+    if UP:
+        ptx: tl.constexpr = "add.rp.f32 $0, $1, $2;"
+        above = tl.inline_asm_elementwise(ptx, "=f,f,f", [as_float(bits), large], dtype=tl.float32, is_pure=True, pack=1)
+        restore = above - large
+    else:
+        restore = (as_float(bits) + large) - large
+    factor = as_bits(divided(mantissa_of(inverse), mantissa_of(restore), True)) + (as_bits(inverse) & 0x7F800000)
+    multiply = as_float(factor - (as_bits(restore) & 0x7F800000)) + lost
+    return multiply, tl.where(amax == 0, 1.0, restore + lost)
+
+
+@triton.jit
 def group_factors(
     amax, tensor,
     S: tl.constexpr, E: tl.constexpr, W: tl.constexpr, MEASURE: tl.constexpr, NATIVE: tl.constexpr, WIDER: tl.constexpr = 1.0,
@@ -198,7 +238,7 @@ def group_factors(
         # 2^126, by the exponent alone.
         value, exponent = as_float(amax), amax & 0x7F800000
         mantissa = as_float((amax & 0x7FFFFF) | 0x3F800000)
-        quotient = max_over(mantissa, S, NATIVE)
+        quotient = divided(S.MAX, mantissa, NATIVE)
         factor = (as_bits(quotient) + (127 << 23) - exponent).to(tl.uint32, bitcast=True)
         multiply = as_float(tl.minimum(factor, 253 << 23).to(tl.int32, bitcast=True))
         inverse = as_float(as_bits(over_max(mantissa, S, NATIVE)) + (exponent - (127 << 23)))
@@ -216,6 +256,9 @@ def group_factors(
     elif S.KIND == "static":
         restore = as_float(amax) * 0.0 + S.VALUE
         return tl.div_rn(1.0, restore), restore, restore
+    elif NATIVE and (S.KIND == "nvfp4" or S.KIND == "four_over_six"):
+        multiply, restore = two_level_factors(amax, tensor, S, W.KIND == "toward_zero", WIDER)
+        return multiply, restore, encode(as_bits(restore), E)
     elif S.STORED == "e4m3":
         wanted = tl.div_rn(tl.div_rn(as_float(amax), S.MAX), tensor) * WIDER
         lost = lost | is_lost(as_bits(tensor))

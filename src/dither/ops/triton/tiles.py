@@ -89,6 +89,30 @@ def as_lines(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, A: tl.constexpr, RUN:
 
 
 @triton.jit
+def by_rows(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, A: tl.constexpr):
+    """Return elements that were loaded by rows, [N], as a tile [ROWS, COLUMNS]."""
+    return tl.reshape(tl.permute(tl.reshape(x, [A, ROWS // A, COLUMNS]), (1, 0, 2)), [ROWS, COLUMNS])
+
+
+@triton.jit
+def from_rows(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, A: tl.constexpr):
+    """Return a tile [ROWS, COLUMNS] in the order of loading by rows, [N]: the inverse of `by_rows`."""
+    return tl.reshape(tl.permute(tl.reshape(x, [ROWS // A, A, COLUMNS]), (1, 0, 2)), [ROWS * COLUMNS])
+
+
+@triton.jit
+def tile_places(
+    first_row, first_column, rows, columns, line,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, A: tl.constexpr, RUN: tl.constexpr, BY_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Return (offsets, masks) to store a tile of a matrix in the order of loading, so that nothing changes threads."""
+    N: tl.constexpr = ROWS * COLUMNS
+    row, column = element_coordinates(tl.arange(0, N), N, COLUMNS, A, RUN, BY_ROWS)
+    at = first_row * line + first_column + row.to(tl.int64) * line + column
+    return at, (first_row + row < rows) & (first_column + column < columns)
+
+
+@triton.jit
 def spread(groups, P: tl.constexpr, Q: tl.constexpr, GP: tl.constexpr, GQ: tl.constexpr):
     """Repeat one value per group, [P / GP, Q / GQ], to one per element, [P, Q]."""
     wide = tl.broadcast_to(groups[:, None, :, None], [P // GP, GP, Q // GQ, GQ])
@@ -118,12 +142,18 @@ def restored(value, restore, tensor, DTYPE: tl.constexpr, SCALED: tl.constexpr, 
         return as_float(stopped | (bits & -0x80000000)).to(DTYPE)
 
 
+SATURATED_BF16 = tl.constexpr("cvt.rn.satfinite.bf16x2.f32 $0, $2, $1;")
+
+
 @triton.jit
 def saturated(product, DTYPE: tl.constexpr):
-    """Return products of finite values or NaN as DTYPE, as `restored` does, by the GPU's own minimum and maximum."""
-    LIMIT: tl.constexpr = 65504.0 if DTYPE == tl.float16 else 2.0**127 * (2.0 - 2.0 ** (-7 if DTYPE == tl.bfloat16 else -23))
-    below = tl.minimum(product, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    return tl.maximum(below, -LIMIT, propagate_nan=tl.PropagateNan.ALL).to(DTYPE)
+    """Return products of finite values or NaN as DTYPE, as `restored` does, by the GPU's own instructions."""
+    if DTYPE == tl.bfloat16:
+        return tl.inline_asm_elementwise(SATURATED_BF16, "=r,f,f", [product], dtype=tl.bfloat16, is_pure=True, pack=2)
+    else:
+        LIMIT: tl.constexpr = 65504.0 if DTYPE == tl.float16 else 2.0**127 * (2.0 - 2.0**-23)
+        below = tl.minimum(product, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        return tl.maximum(below, -LIMIT, propagate_nan=tl.PropagateNan.ALL).to(DTYPE)
 
 
 @triton.jit

@@ -1,12 +1,13 @@
 """Hadamard transforms before casts, as in `dither.ops.reference.transforms`: the same additions in the same order, in one pass.
 
-A kernel transforms a tile and casts it at once: x is read once, or twice for nvfp4, whose tensor scale comes first. A thread
-loads whole groups of neighbours, or as much of them as its registers hold, so that most rounds move nothing between threads.
+A kernel transforms a tile and casts it at once: x is read once, or twice for nvfp4, whose tensor scale comes first. The same
+kernel can cast the tile itself along its rows, for the other layout. A thread loads whole groups of neighbours, or as much of
+them as its registers hold, so that most rounds move nothing between threads.
 
-Legend: SIZE is the width of the transform, and SCALE its factor. ACROSS transforms the columns of x, otherwise its rows are
-transformed. SIGNS is "plain", "fixed" (signs_ptr has them) or "redrawn" (signs_ptr has the place, int64[3], where a program
-draws them). x has `rows` and `columns`; with zeros after them it has `out_rows` and `out_columns`, as the result has. The other
-constants are those of `dither.ops.triton.tiles`.
+Legend: SIZE is the width of the transform, 0 for none, and SCALE its factor. ACROSS transforms the columns of x, otherwise its
+rows are transformed. SIGNS is "plain", "fixed" (signs_ptr has them) or "redrawn" (signs_ptr has the place, int64[3], where a
+program draws them). x has `rows` and `columns`; with zeros after them it has `out_rows` and `out_columns`, as the result has.
+The other constants are those of `dither.ops.triton.tiles`.
 """
 
 import functools
@@ -20,10 +21,11 @@ from dither.ops import storage
 from dither.ops.reference import transforms as reference
 from dither.ops.reference.transforms import padded_shape
 from dither.ops.triton import BoundKernel
+from dither.ops.triton import quantize as casts
 from dither.ops.triton.philox import KEY_SHIFT, aligned, program_tile, random_elements, tiles
-from dither.ops.triton.rounding import as_bits, draw_arguments, fields, rounding_constants
+from dither.ops.triton.rounding import as_bits, as_float, draw_arguments, fields, rounding_constants
 from dither.ops.triton.scales import E4M3, block_rounding, launch_options, scaling_fields, store_factors, tensor_factor
-from dither.ops.triton.tiles import as_lines, cast_tile, element_coordinates, load_tile, tile_values
+from dither.ops.triton.tiles import as_lines, by_rows, cast_tile, from_rows, load_tile, tile_places, tile_values
 from dither.spec import Cast, Transform, groups
 from dither.spec.formats import Format
 from dither.spec.random import Draw
@@ -93,11 +95,11 @@ def as_loaded(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, A: tl.constexpr, RUN
 
 @triton.jit(do_not_specialize=["key", "row0", "column0"])
 def _transform_kernel(
-    x_ptr, signs_ptr, out_ptr, scale_ptr, tensor_ptr, amax_ptr, step_ptr, key, row0, column0, rows, columns, out_rows,
-    out_columns, stride_r, stride_c, out_line,
-    MAKE: tl.constexpr, SIZE: tl.constexpr, SCALE: tl.constexpr, SIGNS: tl.constexpr, ACROSS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, A: tl.constexpr, RUN: tl.constexpr, EVEN: tl.constexpr, H: tl.constexpr,
-    F: tl.constexpr, C: tl.constexpr, S: tl.constexpr, E: tl.constexpr, W: tl.constexpr, GQ: tl.constexpr,
+    x_ptr, signs_ptr, out_ptr, scale_ptr, tensor_ptr, amax_ptr, along_ptr, along_tensor_ptr, along_amax_ptr, step_ptr, key,
+    row0, column0, rows, columns, out_rows, out_columns, stride_r, stride_c, out_line,
+    MAKE: tl.constexpr, ALONG: tl.constexpr, SIZE: tl.constexpr, SCALE: tl.constexpr, SIGNS: tl.constexpr,
+    ACROSS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, A: tl.constexpr, RUN: tl.constexpr, EVEN: tl.constexpr,
+    H: tl.constexpr, F: tl.constexpr, C: tl.constexpr, S: tl.constexpr, E: tl.constexpr, W: tl.constexpr, GQ: tl.constexpr,
 ):  # fmt: skip
     """Transform a tile, and MAKE of it:
 
@@ -106,16 +108,34 @@ def _transform_kernel(
     codes     codes and scales of groups of GQ
     values    codes times scales
 
-    The random bits are those of the transformed matrix.
+    The random bits are those of the transformed matrix. ALONG also casts the tile itself along its rows, and stores codes times
+    scales: x is read, and random bits are drawn, once for both.
     """
     _, first_row, first_column = program_tile(tl.program_id(0), out_rows, out_columns, ROWS, COLUMNS)
     x, random = load_tile(
         x_ptr + first_row * stride_r + first_column * stride_c, step_ptr, key, row0 + first_row, column0 + first_column,
         rows - first_row, columns - first_column, 1, stride_r, stride_c, H, RUN, ACROSS, ROWS, COLUMNS, A, EVEN, True,
     )  # fmt: skip
-    x = transformed(x, signs_ptr, SIZE, SCALE, SIGNS, ACROSS, ROWS, COLUMNS, A, RUN)
+    if ALONG:
+        outer = 1.0
+        if S.STORED == "e4m3":
+            outer = tensor_factor(tl.load(along_amax_ptr), S)
+            if tl.program_id(0) == 0:
+                tl.store(along_tensor_ptr, outer)
+        value = tile_values(
+            by_rows(x, ROWS, COLUMNS, A), by_rows(random, ROWS, COLUMNS, A), outer, along_ptr.dtype.element_ty, F, S, H, E, W,
+            ROWS, COLUMNS, 1, GQ,
+        )  # fmt: skip
+        at, inside = tile_places(first_row, first_column, rows, columns, columns, ROWS, COLUMNS, A, RUN, True)
+        if EVEN:
+            tl.store(along_ptr + at, from_rows(value, ROWS, COLUMNS, A))
+        else:
+            tl.store(along_ptr + at, from_rows(value, ROWS, COLUMNS, A), mask=inside)
+    if SIZE > 0:
+        FACTOR: tl.constexpr = 1.0 if MAKE == "amax" else SCALE  # the largest magnitude is multiplied alone
+        x = transformed(x, signs_ptr, SIZE, FACTOR, SIGNS, ACROSS, ROWS, COLUMNS, A, RUN)
     if MAKE == "amax":
-        tl.atomic_max(amax_ptr, tl.max(as_bits(tl.abs(x))), sem="relaxed")
+        tl.atomic_max(amax_ptr, as_bits(as_float(tl.max(as_bits(tl.abs(x)))) * SCALE), sem="relaxed")
     else:
         tensor = 1.0
         if S.STORED == "e4m3":
@@ -138,13 +158,11 @@ def _transform_kernel(
             if MAKE == "values":
                 x = tile_values(x, random, tensor, out_ptr.dtype.element_ty, F, S, H, E, W, P, Q, 1, GQ)
                 x = as_loaded(x, ROWS, COLUMNS, A, RUN, ACROSS)
-            # Stored in the order of loading, nothing changes threads.
-            row, column = element_coordinates(tl.arange(0, P * Q), P * Q, COLUMNS, A, RUN, ACROSS)
-            out = out_ptr + first_row * out_line + first_column + row.to(tl.int64) * out_line + column
+            at, inside = tile_places(first_row, first_column, out_rows, out_columns, out_line, ROWS, COLUMNS, A, RUN, ACROSS)
             if EVEN:
-                tl.store(out, x)
+                tl.store(out_ptr + at, x)
             else:
-                tl.store(out, x, mask=(first_row + row < out_rows) & (first_column + column < out_columns))
+                tl.store(out_ptr + at, x, mask=inside)
 
 
 def transform(x: Tensor, transforming: Transform, axis: int, place: Tensor | None) -> Tensor:
@@ -152,7 +170,7 @@ def transform(x: Tensor, transforming: Transform, axis: int, place: Tensor | Non
     out = torch.empty(padded_shape(x, transforming, axis), dtype=torch.float32, device=x.device)
     if out.numel():
         launch = _launch(tuple(x.shape), x.stride(), x.dtype, x.device, transforming, axis, "numbers")
-        launch(x, _signs(transforming, place, out), out, out, out, out, *draw_arguments(None))
+        launch(x, _signs(transforming, place, out), *[out] * 7, *draw_arguments(None))
     return out
 
 
@@ -171,6 +189,38 @@ def quantize_values(x: Tensor, cast: Cast, axis: int, draw: Draw | None, place: 
     return values, _cast(x, cast, axis, draw, place, values, values, None)
 
 
+def quantize_with_values(
+    x: Tensor, cast: Cast, draw: Draw | None, place: Tensor | None, given_amax: Tensor | None, container: Format | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return x cast along axis 1 without its transform, as BF16 numbers and a tensor scale, then what `quantize` does along 0.
+
+    Without a container, the second cast has numbers and no scales too, as `quantize_values` returns them. One kernel makes both
+    from one reading, after that of nvfp4's magnitudes. Without a transform, both casts take the given magnitude.
+    """
+    bare, two_level, size = cast.without_transform, cast.scaling.two_level, cast.transforming.size
+    amax = casts.amax(x) if two_level and given_amax is None else given_amax
+    if cast.scaling.kind == "eden" or cast.group.size > COLUMNS_ACROSS or not x.numel() or (not size and len(x) % 16):
+        (numbers,), outer = casts.quantize_values(x, bare, (1,), draw, amax)
+        if container is not None:
+            codes = quantize(x, cast, 0, draw, place, container) if size else casts.quantize(x, bare, 0, draw, amax, container)
+            return numbers, outer, *codes
+        if size:
+            values, tensor = quantize_values(x, cast, 0, draw, place)
+        else:
+            (values,), tensor = casts.quantize_values(x, bare, (0,), draw, amax)
+        return numbers, outer, values, values.new_empty(0, dtype=torch.float32), tensor
+    numbers = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+    outer = torch.empty(() if two_level else (0,), dtype=torch.float32, device=x.device)
+    if container is None:
+        values = torch.empty(padded_shape(x, cast.transforming, 0), dtype=torch.bfloat16, device=x.device)
+        scale = outer.new_empty(0)
+    else:
+        padded = x.new_empty(1).expand(padded_shape(x, cast.transforming, 0))
+        values, scale = storage.known_empty_outputs(padded, bare, 0, container)
+    along = numbers, outer, outer if amax is None else amax
+    return numbers, outer, values, scale, _cast(x, cast, 0, draw, place, values, scale, container, along)
+
+
 def _cast(
     x: Tensor,
     cast: Cast,
@@ -180,8 +230,12 @@ def _cast(
     out: Tensor,
     scale: Tensor,
     container: Format | None,
+    along: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Write codes in a container and scales, or (None) values, and return the scale of the tensor; empty but for nvfp4."""
+    """Write codes in a container and scales, or (None) values, and return the scale of the tensor; empty but for nvfp4.
+
+    along: where to write the BF16 numbers of x cast along its rows and the scale of the tensor, and its largest magnitude.
+    """
     two_level, bare = cast.scaling.two_level, cast.without_transform
     tensor = torch.empty(() if two_level else (0,), dtype=torch.float32, device=x.device)
     amax = torch.zeros((), dtype=torch.int32, device=x.device)
@@ -191,11 +245,14 @@ def _cast(
         return tensor
     signs = _signs(cast.transforming, place, amax)
     kind = tuple(x.shape), x.stride(), x.dtype, x.device, cast.transforming, axis
-    if two_level:
-        _launch(*kind, "amax")(x, signs, amax, amax, amax, amax, *draw_arguments(None))
+    if along is not None and not cast.transforming.size:
+        amax = along[2]
+    elif two_level:
+        _launch(*kind, "amax")(x, signs, *[amax] * 7, *draw_arguments(None))
     drawn = draw is not None, draw is not None and draw.step.dim() == 1, aligned(draw, cast.round.width)
-    launch = _launch(*kind, "values" if container is None else "codes", bare, container or cast.element, drawn)
-    launch(x, signs, out, scale, tensor, amax, *draw_arguments(draw))
+    make = "values" if container is None else "codes"
+    launch = _launch(*kind, make, bare, container or cast.element, drawn, along is not None)
+    launch(x, signs, out, scale, tensor, amax, *(along or (out, tensor, amax)), *draw_arguments(draw))
     return tensor
 
 
@@ -206,6 +263,9 @@ def _signs(transforming: Transform, place: Tensor | None, other: Tensor) -> Tens
         return place
     return other if transforming.signs == "plain" else reference.signs(transforming, None, other.device)
 
+
+COLUMNS_ACROSS = 64
+"""Columns of a tile whose columns are transformed."""
 
 PLAIN = Cast.parse("fp32")
 """The cast of kernels that cast nothing."""
@@ -223,20 +283,22 @@ def _launch(
     cast: Cast = PLAIN,
     container: Format = PLAIN.element,
     drawn: tuple[bool, bool, bool] = (False, False, True),
+    along: bool = False,
 ) -> BoundKernel:
     """Return the kernel for matrices of this shape.
 
     make: "numbers", "amax", "codes" or "values".
     drawn: random bits are drawn, the device shifts rows and key, the tensor begins at a Philox block.
+    along: x itself is cast along its rows too.
     """
     size, across = transforming.size, axis == 0
     (rows, columns), out = shape, list(shape)
-    out[axis] = -(-shape[axis] // size) * size
+    out[axis] = -(-shape[axis] // max(size, 1)) * max(size, 1)
     run = max(16 // dtype.itemsize, 128 // cast.round.width if drawn[0] else 0)
     # A thread has A rows of a run of columns, or A runs of one row: 128 elements at most, for its registers.
     most = 128 if cast.scaling.kind == "eden" else 64  # sums of eden stay in a thread
-    A = max(1, min(size, 128 // run) if across else min(most, max(size, 32)) // run)
-    COLUMNS, warps = 64 if across else 128, 4
+    A = max(1, (min(size, 128 // run) or 64 // run) if across else min(most, max(size, 32)) // run)
+    COLUMNS, warps = COLUMNS_ACROSS if across else 128, 4
     ROWS = 32 * run * A * warps // COLUMNS
     scale_codes = () if make != "codes" or cast.scaling.storage == "fp32" else (3,)
     return BoundKernel(
@@ -245,8 +307,9 @@ def _launch(
         (rows, columns, *out, *stride, groups.packed_length(out[axis], container) if make == "codes" else out[1]),
         {
             "MAKE": make,
+            "ALONG": along,
             "SIZE": size,
-            "SCALE": size**-0.5,
+            "SCALE": size**-0.5 if size else 1.0,
             "SIGNS": transforming.signs,
             "ACROSS": across,
             "ROWS": ROWS,
@@ -262,7 +325,8 @@ def _launch(
             "W": block_rounding(cast),
             "GQ": cast.group.size,
         },
-        bits=(2, *scale_codes) if make == "codes" else (),
+        bits=(2, *scale_codes, 5, 8) if make == "codes" else (5, 8),
         num_warps=warps,
+        maxnreg=None if size else 128,  # four programs at once; transforms would spill
         **launch_options(cast),
     )
