@@ -698,7 +698,7 @@ def build(kind: str, seed: int):
     torch.manual_seed(seed)
     model = Dropped() if kind == "dropout" else Llama(SIZES)
     plan = None
-    if kind in ("fp8-delayed", "mxfp4"):
+    if kind in ("fp8-delayed", "fp8-static", "mxfp4"):
         plan = dither.recipe(kind)
     elif kind == "sampling":
         plan = dither.Plan(default=dither.LayerPrecision()).with_sampling(Sampling(block=8, parts="od"))
@@ -745,7 +745,7 @@ def fingerprint(model, optimizer, scaler) -> str:
 
 
 KINDS = ["fp32", "bf16-sr", "kahan", "dynamic8", "dynamic4", "adam-mini"]
-KINDS += ["fp8-delayed", "mxfp4", "sampling", "fp16", "torch", "dropout"]
+KINDS += ["fp8-delayed", "fp8-static", "mxfp4", "sampling", "fp16", "torch", "dropout"]
 
 
 @pytest.mark.sampled(only=["bf16-sr", "dynamic4", "adam-mini", "fp8-delayed", "sampling", "torch", "dropout"])

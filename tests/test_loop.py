@@ -81,6 +81,7 @@ SNIP = (
 KINDS = {
     "fp32": ["data.micro_batch=2"],
     "fp8-delayed": ["precision.recipe=fp8-delayed", "precision.swiglu=fp8", *TINY],
+    "fp8-static": ["precision.recipe=fp8-static", "data.micro_batch=1", *TINY],
     "sampled": ["precision.sampling.guidance=[{kind='bitwidth_loss', weight=0.1}]"],
     "bf16-sr": ["precision.mode=bf16-sr", *TINY],
     "8-bit states": ["precision.states=dynamic8", "optim.schedule=wsd"],

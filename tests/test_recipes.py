@@ -21,6 +21,7 @@ QUEST, QUARTET = "e2m1 tile(32) quest nearest hadamard(32,plain)", "mxfp4 stocha
 UNCAST = ("fp32", "bf16", "bf16-o2", "bf16-pure", "fp16", "fp16-o2")
 CASTS = {
     "fp8-delayed": ("e4m3 tensor delayed(1024)", "e4m3 tensor delayed(1024)", "e5m2 tensor delayed(1024)"),
+    "fp8-static": ("e4m3 tensor delayed(4,2,max,32)", "e4m3 tensor delayed(4,1,max,32)", "e5m2 tensor delayed(4,4,max,32)"),
     "fp8-current": ("e4m3 tensor fp32", "e4m3 tensor fp32", "e5m2 tensor fp32"),
     "fp8-row": ("e4m3 row fp32",) * 3,
     "fp8-block": ("e4m3 tile(128) fp32", "e4m3 block(128) fp32", "e4m3 tile(128) fp32"),

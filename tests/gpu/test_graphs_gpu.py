@@ -28,6 +28,7 @@ SETTINGS = {
     "o1": ['precision.mode="o1"'],
     "fp8": ['precision.mode="o1"', 'precision.recipe="fp8-current"'],
     "delayed": ['precision.mode="o1"', 'precision.recipe="fp8-delayed"'],
+    "static": ['precision.mode="o1"', 'precision.recipe="fp8-static"'],
     "sr": ['precision.mode="bf16-sr"', 'precision.recipe="fp8-block"', 'precision.states="dynamic8"'],
     "gaussws": ['precision.mode="o1"', 'precision.sampling={parts="od", b_init=7, b_target=5}'],
     "recompute": ['precision.mode="o1"', "precision.sampling={recompute=true}"],

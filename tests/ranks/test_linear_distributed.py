@@ -21,6 +21,7 @@ from dither.nn import Conv1D, Linear, bitwidth_loss, convert, sampling_parameter
 from dither.nn.convert import Conversion
 from dither.nn.draws import batch_rank
 from dither.ops.ranks import local
+from dither.parallel import Layout
 from dither.spec import OPERANDS, BitwidthLoss
 
 WIDTH = 384
@@ -121,10 +122,11 @@ def test_memory_options() -> None:
     assert all(torch.equal(other[key], value) for other in sharded[1:] for key, value in sharded[0].items())
 
 
+@pytest.mark.parametrize("scale", ["delayed(3)", "delayed(2,1,max,4)"])  # the second does not measure step 2
 @on_ranks(2)
-def test_delayed() -> None:
+def test_delayed(scale: str) -> None:
     """Magnitudes of earlier steps are those of whole operands, by one all-reduce per step."""
-    delayed = LayerPrecision.of("e4m3 tensor delayed(4)", "e4m3 tensor delayed(4)", "e5m2 tensor delayed(4)")
+    delayed = LayerPrecision.of(f"e4m3 tensor {scale}", f"e4m3 tensor {scale}", f"e5m2 tensor {scale}")
     models = [block(Plan(default=delayed), parallel) for parallel in (False, True)]
     histories: list[list[torch.Tensor]] = []
     for model, group in zip(models, (None, dist.group.WORLD), strict=True):
@@ -136,10 +138,35 @@ def test_delayed() -> None:
         layers = [layer for layer in model.modules() if isinstance(layer, dither.Linear)]
         histories.append([local(getattr(layer, f"{operand}_history")) for layer in layers for operand in OPERANDS])
     for one, other in zip(*histories, strict=True):
-        assert (one[:3] > 0).all()
+        assert (one > 0).all()
         assert torch.allclose(one, other, rtol=1e-5)
     for (name, whole), p in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         assert (p.grad.full_tensor() - whole.grad).norm() <= 1e-2 * whole.grad.norm(), name
+
+
+@on_ranks(2)
+def test_static_scales_of_shards() -> None:
+    """FSDP2, gathering weights, compiled or not, or gathering codes: the same bits, and the same histories on all ranks."""
+    static = LayerPrecision.of(*(f"{format} tensor delayed(2,4,max,4)" for format in ("e4m3", "e4m3", "e5m2")))
+    found: list[dict[str, Tensor]] = []
+    for gather, compiled in (("weights", False), ("weights", True), ("codes", False)):
+        model = block(Plan(default=static), False)
+        dither.parallelize(model, Layout(dp_shard=2).mesh("cpu"), gather=gather)
+        for step in range(4):
+            if compiled and step == 2:
+                dither.compile(model, backend="aot_eager_decomp_partition", fullgraph=False)
+            generator = torch.Generator().manual_seed(2 * step + dist.get_rank())
+            with step_context(model, step=step):
+                model(torch.randn(16, 48, generator=generator)).square().mean().backward()
+                assert model.up.delayed.records == (step < 2)
+        state = {name: local(tensor) for name, tensor in model.state_dict().items()}
+        found.append(state | {f"{name}.grad": local(p.grad) for name, p in model.named_parameters()})
+    assert all(torch.equal(other[name], tensor) for other in found[1:] for name, tensor in found[0].items())
+    mine = torch.cat([tensor for name, tensor in sorted(found[0].items()) if name.endswith("_history")])
+    first = mine.clone()
+    dist.broadcast(first, 0)
+    assert torch.equal(mine, first)
+    assert (mine > 0).all()
 
 
 @on_ranks(2)

@@ -195,7 +195,8 @@ class GraphedPasses:
     """Passes over micro-batches that are captured after a few steps and replayed from then on.
 
     There are two graphs. The one for the first micro-batch of a step sets gradients, the one for the others adds to them. Both
-    are captured again when a layer's constants or the place of a tensor change.
+    are captured again when a layer's constants or the place of a tensor change. Steps that measure magnitudes now and then
+    (`dither.nn.delayed`) run as usual, and the graphs stay.
 
     Args:
         model: The model whose parameters get gradients.
@@ -241,6 +242,7 @@ class GraphedPasses:
         if not self.possible or (released is not None and not released.enabled):
             return self._run(inputs)
         step = self._step()
+        measuring = any(layer.delayed.records and layer.delayed.every > 1 for layer in self.layers)
         first = all(parameter.grad is None for parameter in self.parameters) if first is None else first
         self._check_shapes(inputs)
         if first or released is not None:  # released gradients have one pass per step
@@ -249,8 +251,8 @@ class GraphedPasses:
             key = (*self.shapes, memory, updates, *(layer.cache_key() for layer in self.layers))
             if key != self.key:
                 self._forget(key)
-            self.steps += 1
-        if self.steps <= WARMUP:
+            self.steps += not measuring
+        if self.steps <= WARMUP or measuring:
             return self._run(inputs)
         if first not in self.graphs and not self._capture(inputs, first=first):
             return self._run(inputs)

@@ -59,7 +59,7 @@ class Casting(NamedTuple):
     shared_axis: int = 1
     """The axis that these ranks share: 0 for the rows of the operand, 1 for its columns."""
     fusible: bool = False
-    """True if torch's own operations cast with the same bits: one measured scale, rounding to nearest in E4M3 or E5M2."""
+    """True if torch's own operations cast with the same bits: one float32 scale, rounding to nearest in E4M3 or E5M2."""
     transform: str = ""
     """The transform of the operand before its cast, or ""; `cast` has none."""
     width: int = 0
@@ -172,6 +172,8 @@ class Amax(NamedTuple):
     given: Tensor | None = None
     largest: Tensor | None = None
     """0-d; raised to the magnitude of each tensor that is cast; None if it is not recorded."""
+    factors: Tensor | None = None
+    """float32[2, 4]: in column 0 the factor of the elements and the scale that follow from `given`, for compiled code."""
 
 
 class State(NamedTuple):
@@ -309,7 +311,12 @@ def _casting(casts: tuple[Cast, ...], container: str, level: int = -1) -> Castin
         whole=not first.scaling.two_level and not transforming.size,
         measured=first.group.kind == "tensor" and kind not in ("delayed", "static") and all(cast.element.nan for cast in casts),
         level=level,
-        fusible=own and text in fused.FUSIBLE,
+        fusible=own
+        and first.format in fused.FUSIBLE
+        and first.group.kind == "tensor"
+        and kind in ("fp32", "delayed")
+        and first.round.kind == "nearest"
+        and not transforming.size,
         transform=str(transforming) if transforming.size else "",
         width=transforming.size,
         redrawn=transforming.signs == "redrawn",
@@ -477,6 +484,7 @@ def _multiply(
         *(w_KN or (None, None, None)),
         draw_of(settings.grad, state, 2),
         state.grad_amax.given,
+        state.grad_amax.factors,
         state.grad_amax.largest,
         state.levels,
         signs_of(settings, state),
@@ -507,7 +515,7 @@ class _Products(torch.autograd.Function):
         *tensors: Any,
     ) -> Tensor:
         x_MK, x_KM, w_NK, w_KN = Codes(*tensors[:3]), Codes(*tensors[3:6]), Codes(*tensors[6:9]), Codes(*tensors[9:12])
-        place, grad_amax, grad_largest, levels, signs, x_mask, w_mask, *kept = tensors[12:]
+        place, grad_amax, grad_factors, grad_largest, levels, signs, x_mask, w_mask, *kept = tensors[12:]
         if later.weight == "transpose":
             w_KN = Codes(w_NK.values, w_NK.scale)
         elif later.weight == "read":
@@ -515,7 +523,7 @@ class _Products(torch.autograd.Function):
         elif later.weight == "decode":
             assert later.stored is not None
             w_NK, w_KN = _frozen_codes(w_NK, settings.forward_weight, later.stored), w_NK
-        ctx.save_for_backward(*x_KM, *w_KN, place, grad_amax, levels, signs, x_mask, w_mask, *kept)
+        ctx.save_for_backward(*x_KM, *w_KN, place, grad_amax, grad_factors, levels, signs, x_mask, w_mask, *kept)
         ctx.grad_largest, ctx.settings, ctx.later, ctx.name, ctx.features = grad_largest, settings, later, name, x.shape[1]
         ctx.dtypes = (x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
         operands = (x_MK, settings.input.along, w_NK, settings.forward_weight)
@@ -533,12 +541,12 @@ class _Products(torch.autograd.Function):
             )
         tensors = ctx.saved_tensors
         x, w = Codes(*tensors[:3]), Codes(*tensors[3:6])
-        place, grad_amax, levels, signs, x_mask, w_mask, *kept = tensors[6:]
+        place, grad_amax, grad_factors, levels, signs, x_mask, w_mask, *kept = tensors[6:]
         x_dtype, w_dtype, bias_dtype = ctx.dtypes
         dy = as_dtype(dy, x_dtype)
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
         dx = dw = dbias = None
-        amax = Amax(grad_amax, ctx.grad_largest)
+        amax = Amax(grad_amax, ctx.grad_largest, grad_factors)
         along, across = cast_operand(dy, settings.grad, amax, place, need_x, need_w, None, levels, signs)
         if along is not None:  # dx_MK = dy_MN (w_KN)^T
             casting = settings.input_grad_weight
@@ -569,7 +577,7 @@ class _Products(torch.autograd.Function):
             dw = _untransformed(dw, w_mask, settings.space, 0 if settings.transposed else 1, ctx.features)
         if need_bias:
             dbias = dy.sum(0, dtype=bias_dtype)
-        return dx, dw, dbias, *[None] * 24
+        return dx, dw, dbias, *[None] * 25
 
 
 def _masks(x_MK: Tensor, weight: Tensor, settings: Settings, passes: bool, learns: bool) -> tuple[Tensor | None, Tensor | None]:
@@ -781,11 +789,9 @@ def _input_codes(x_MK: Tensor, settings: Settings, state: State, learns: bool) -
         return cast_operand(x_MK, casting, amax, place, True, learns, None, state.levels, signs), ""
     x, across, level = x_MK.detach(), casting.across, level_of(state.levels, casting.across)
     compiling = torch.compiler.is_compiling()
-    if compiling and casting.along == across and across.fusible and x.dtype in fused.ROUNDED:
-        largest = _measured(x, across, amax)
-        assert largest is not None
-        codes, codes_t, scale = fused.fused(x, across.cast, largest)
-        return OperandCodes(Codes(codes, scale), Codes(codes_t, scale.view(()))), ""  # Dynamo takes no tensor twice
+    if casting.along == across and (factors := _fused_factors(x, across, amax)):
+        codes, codes_t = fused.codes_later(x, factors[0], across.cast)
+        return OperandCodes(Codes(codes, factors[1]), Codes(codes_t, factors[1].view(()))), ""  # Dynamo takes no tensor twice
     if across.measured and casting.along == across:
         amax = amax._replace(given=_measured(x, across, amax))
     along = cast_operand(x_MK, casting, amax, place, True, False, None, state.levels, signs).along
@@ -847,11 +853,23 @@ def _input_again(
 
 def _fused(x_MK: Tensor, casting: Casting, amax: Amax) -> Codes | None:
     """Return codes by operations that a compiled graph joins with what computes x; None without compilation or such a cast."""
-    if not (torch.compiler.is_compiling() and casting.fusible and x_MK.dtype in fused.ROUNDED) or casting.shared:
+    factors = _fused_factors(x_MK, casting, amax)
+    return Codes(fused.tensor_codes(x_MK, factors[0], casting.cast), factors[1]) if factors else None
+
+
+def _fused_factors(x: Tensor, casting: Casting, amax: Amax) -> tuple[Tensor, Tensor] | None:
+    """Return (factor of the elements, scale) of a cast by operations that a compiled graph joins with what computes x, or None.
+
+    Delayed scaling has them in steps that record no magnitudes.
+    """
+    if not (torch.compiler.is_compiling() and casting.fusible and x.dtype in fused.ROUNDED) or casting.shared:
         return None
-    largest = _measured(x_MK, casting, amax)
+    if casting.delayed:
+        return None if amax.factors is None else (amax.factors[0, 0], amax.factors[1, 0])
+    largest = _measured(x, casting, amax)
     assert largest is not None
-    return Codes(*fused.fused_codes(x_MK, casting.cast, largest))
+    factors: tuple[Tensor, Tensor] = torch.ops.dither.tensor_factors(largest, casting.cast)
+    return factors
 
 
 def _weight_codes(
@@ -924,7 +942,7 @@ def cast_memory(codes: OperandCodes) -> CastMemory:
 
 def cast_weight_again(weight: Tensor, casting: Castings, state: State, out: CastMemory) -> None:
     """Cast a weight into the memory of an earlier cast: both layouts, or one."""
-    (given, largest), step = state.weight_amax, draw_of(casting, state, 1, moved=False)
+    (given, largest, _), step = state.weight_amax, draw_of(casting, state, 1, moved=False)
     along, level = casting.along, level_of(state.levels, casting.along)
     draw = None if step is None else Draw(0, step, along.row, along.column)
     if len(out) == 3:
@@ -1075,6 +1093,12 @@ def cast_layouts(
 
         shared = casting.shared, casting.shared_axis
         return OperandCodes(*scales.cast_part(x.detach(), casting.cast, amax.given, *shared, (along, across), cast))
+    if casting.delayed and (factors := _fused_factors(x, casting, amax)):
+        multiply, scale = factors
+        if not across:
+            return OperandCodes(Codes(fused.tensor_codes(x.detach(), multiply, casting.cast), scale), None)
+        codes, codes_t = fused.both_codes(x.detach(), multiply, casting.cast)
+        return OperandCodes(Codes(codes, scale) if along else None, Codes(codes_t, scale.view(())))
     if (casting.measured or casting.container == "bf16") and torch.compiler.is_compiling():
         amax = Amax(_measured(x, casting, amax))
     if casting.container == "bf16":

@@ -22,13 +22,8 @@ from dither.errors import UserError
 from dither.ops.reference.scales import power_of_two
 from dither.spec import SWIGLU_CAST
 
-FUSIBLE = MappingProxyType(
-    {
-        "e4m3 tensor fp32 nearest": (torch.float8_e4m3fn, 448.0),
-        "e5m2 tensor fp32 nearest": (torch.float8_e5m2, 57344.0),
-    }
-)
-"""Casts that torch's operations compute with the same bits: dtype of the codes, and its largest value."""
+FUSIBLE = MappingProxyType({"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)})
+"""Formats whose casts to nearest torch's operations compute with the same bits: dtype of the codes, and its largest value."""
 
 ROUNDED = (torch.float32, torch.bfloat16)
 """Dtypes of inputs that `fused` casts."""
@@ -37,37 +32,56 @@ Drawn = tuple[int, Tensor | None, int, int]
 """Key, step, row and column by which a stochastic cast draws."""
 
 
-def fused(x: Tensor, cast: str, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (codes of x [M, K], codes of its transpose [K, M], scale) of a cast in FUSIBLE, inside a compiled graph.
+def tensor_codes(x: Tensor, multiply: Tensor, cast: str) -> Tensor:
+    """Return the codes of x, times a factor, of a cast to nearest whose format is in FUSIBLE.
 
-    The cast consists of torch's operations, which join the kernel that computes x; x need not exist in memory. Only the
-    transpose of the codes is a kernel of its own, in backward.
+    The cast consists of torch's operations, which join the kernel that computes x; x need not exist in memory. NaN stays NaN.
+    Inf becomes NaN in E4M3, and stays Inf in E5M2.
+
+    >>> tensor_codes(torch.tensor([[3.0, 1000.0, -torch.inf]]), torch.tensor(1.0), "e5m2 tensor fp32 nearest").float()
+    tensor([[   3., 1024.,  -inf]])
     """
-    multiply, scale = torch.ops.dither.tensor_factors(amax, cast)
+    return _written_codes(x, multiply, cast).view(FUSIBLE[cast.split()[0]][0])
+
+
+def both_codes(x: Tensor, multiply: Tensor, cast: str) -> tuple[Tensor, Tensor]:
+    """Return (codes of x [M, K], codes of its transpose [K, M]) likewise. The transpose is a kernel that reads the codes.
+
+    It comes before the first layout, since Inductor computes the view of a tensor that is not in memory yet for each reader.
+    """
+    codes, dtype = _written_codes(x, multiply, cast), FUSIBLE[cast.split()[0]][0]
+    codes_t = torch.ops.dither.transposed(codes, None).view(dtype)
+    return codes.view(dtype), codes_t
+
+
+def _written_codes(x: Tensor, multiply: Tensor, cast: str) -> Tensor:
+    """Return the codes as a compiled kernel writes them: float8_e4m3fn, or uint8 for E5M2.
+
+    GPUs convert Inf to the largest value of E5M2, so its code is chosen here.
+    """
+    dtype, limit = FUSIBLE[cast.split()[0]]
+    wide = x.float()
+    if x.dtype == torch.bfloat16:
+        wide = torch.where(wide.isnan(), wide, rounded_to_bfloat16(wide))
+    # NaN with a positive sign. As a constant, it would not equal itself where a graph looks for casts that it has already.
+    scaled, nan = wide * multiply, (wide - wide).abs()
+    finite = wide.abs() < torch.inf
+    codes = torch.where(finite, scaled.clamp(-limit, limit), nan).to(dtype)
+    if dtype == torch.float8_e4m3fn:
+        return codes
+    infinity = (wide < 0).to(torch.uint8) * 0x80 + 0x7C
+    return torch.where(~finite & (scaled.abs() == torch.inf), infinity, codes.view(torch.uint8))  # unless the factor is NaN
+
+
+def codes_later(x: Tensor, multiply: Tensor, cast: str) -> tuple[Tensor, Tensor]:
+    """Return what `both_codes` does, inside a compiled graph, which transposes in backward."""
     with torch.enable_grad():  # otherwise the checkpoint has no effect; nothing here has a gradient
-        codes, codes_t = checkpoint(_both_codes, x, multiply, cast, use_reentrant=False)
-    return codes, codes_t, scale
-
-
-def _both_codes(x: Tensor, multiply: Tensor, cast: str) -> tuple[Tensor, Tensor]:
-    codes = _tensor_codes(x, multiply, cast)
-    return codes, torch.ops.dither.transposed(codes, None)
-
-
-def _tensor_codes(x: Tensor, multiply: Tensor, cast: str) -> Tensor:
-    dtype, limit = FUSIBLE[cast]
-    wide = x.float() if x.dtype == torch.float32 else rounded_to_bfloat16(x.float())
-    return (wide * multiply).clamp(-limit, limit).to(dtype)
-
-
-def fused_codes(x: Tensor, cast: str, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (codes of x, scale) of a cast in FUSIBLE by torch's operations, which join the kernel that computes x."""
-    multiply, scale = torch.ops.dither.tensor_factors(amax, cast)
-    return _tensor_codes(x, multiply, cast), scale
+        codes: tuple[Tensor, Tensor] = checkpoint(both_codes, x, multiply, cast, use_reentrant=False)
+    return codes
 
 
 def rounded_to_bfloat16(wide: Tensor) -> Tensor:
-    """Return float32 numbers rounded to bfloat16, by their bits. NaN becomes anything: the scale of such a tensor is NaN.
+    """Return float32 numbers rounded to bfloat16, by their bits. NaN becomes anything.
 
     Inductor leaves out the conversion of a bfloat16 intermediate result and computes with the unrounded number. So the fused
     cast rounds it here, and has the codes of the number that would have been stored.

@@ -5,7 +5,7 @@
 libraries know by name are registered on the layer itself, and no part keeps one: `fully_shard`, `parallelize_module`, `.to` and
 `load_state_dict` replace them.
 
-Compiled code reads the program, the cache, `delayed.measures_now`, registered tensors and `draw_handle`. It reads neither name,
+Compiled code reads the program, the cache, two flags of `delayed`, registered tensors and `draw_handle`. It reads neither name,
 seed, choice nor counters, so that layers share a graph.
 """
 
@@ -526,6 +526,7 @@ class Linear(nn.Linear):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move the layer. Magnitudes and learned parameters stay float32; what the step caches is dropped."""
         kept = {name: buffer for name in self.KEPT_DTYPES if (buffer := self._buffers[name]) is not None}
+        self.delayed.fixed = False  # moved tensors are shared no longer
         self.cache = StepCache(active=self.cache.active)
         learned = [parameter for name in LEARNED if (parameter := self._parameters[name]) is not None]
         learned += [parameter.grad for parameter in learned if parameter.grad is not None]  # type: ignore[misc]
@@ -629,11 +630,18 @@ class Linear(nn.Linear):
         )
 
     def amax_of(self, operand: str) -> Amax:
-        """Return the magnitude that an operand is scaled by, and where its own is recorded, for delayed scaling."""
+        """Return the magnitude that an operand is scaled by, and where its own is recorded, for delayed scaling.
+
+        A weight's is recorded in every step: the captured casts of weights stay the same.
+        """
         given: Tensor | None = local(getattr(self, f"_{operand}_amax"))
         largest: Tensor | None = local(getattr(self, f"_{operand}_largest"))
-        measures = self.delayed.measures_now
-        return Amax(None if measures else given, largest if self.training and torch.is_grad_enabled() else None)
+        known = None if self.delayed.measures_now else given
+        if not self.training or not torch.is_grad_enabled():
+            return Amax(known)
+        if operand == "weight" or self.delayed.records:
+            return Amax(known, largest)
+        return Amax(known, factors=local(getattr(self, f"_{operand}_factors")))
 
     def _weight_codes(self, settings: Settings) -> OperandCodes | None:
         """Return the codes of the weight that FSDP2 has gathered or the step has cached; None if it must be cast now."""
@@ -892,12 +900,14 @@ class Linear(nn.Linear):
         """Return what launches of this layer depend on, besides numbers: its cache, and where its tensors are."""
         buffers, outlying, cache = self._buffers, self.outlying, self.cache
         place, clip, channels = buffers["draw_place"], self._parameters["clip"], buffers["outlier_channels"]
+        factors = buffers["_input_factors"]
         return (
             *(cache.number, self.delayed.measures_now, outlying.measures, outlying.chosen, self.samples_once()),
             self._stored_weight().data_ptr(),
             None if place is None else local(place).data_ptr(),
             None if clip is None else local(clip).data_ptr(),
             None if channels is None else local(channels).data_ptr(),
+            None if factors is None else local(factors).data_ptr(),
             cache.addresses(),
         )
 

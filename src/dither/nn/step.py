@@ -98,6 +98,7 @@ class StepContext:
         self._seen: tuple[Tensor, torch.cuda.Event | None] | None = None
         self._prepare_sampling(self.step)
         outliers.begin(self._layers, self.step, again=again)
+        delayed.begin(self._layers, self.step)
         for layer in self._layers:
             layer.cache.active = True
             layer.draws.step = self
@@ -131,6 +132,7 @@ class StepContext:
             layer.draws.step, layer.draws.rows, layer.draws.captured = None, 0, 0
             layer.cache.end()
             layer.outlying.measures = False
+            layer.delayed.records = True
             if layer.fully_sharded:
                 layer.fully_sharded = False
             if layer.gather is not None:

@@ -625,7 +625,11 @@ def _tensor_factors_op(amax: Tensor, cast: str) -> tuple[Tensor, Tensor]:
     return implementation("scales", amax.device, "auto").tensor_factors(amax, Cast.parse(cast))  # type: ignore[no-any-return]
 
 
-@operator(lambda codes: codes.new_empty((codes.shape[1], codes.shape[0])))
+# In any layout: Inductor would otherwise make a copy of codes that it computes, and compute them again for the product.
+@operator(
+    lambda codes: codes.new_empty((codes.shape[1], codes.shape[0])),
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
+)
 def _transposed_op(codes: Tensor, after: Tensor | None) -> Tensor:
     """Return the transpose of a matrix of codes or scales, contiguous."""
     return implementation("quantize", codes.device, "auto").transposed(codes)  # type: ignore[no-any-return]

@@ -38,13 +38,15 @@ LIBRARY_CASTS = {
 
 @dataclass(frozen=True)
 class Scale:
-    """The rule for a group's scale. `history`, `margin` and `algo` belong to `delayed`."""
+    """The rule for a group's scale. `history`, `margin`, `algo` and `every` belong to `delayed`."""
 
     kind: str
     """The name of a rule in `registry.SCALES`."""
     history: int = 0
     margin: int = 0
     algo: Literal["max", "most_recent"] = "max"
+    every: int = 1
+    """Steps from one measurement to the next, once the history is full."""
     arguments: tuple[float, ...] = ()
     """The arguments of the rule, such as (0.5,) of `static(0.5)`."""
 
@@ -73,12 +75,14 @@ class Scale:
             return f"{self.kind}({','.join(f'{value!r}'.removesuffix('.0') for value in self.arguments)})"
         if self.kind != "delayed":
             return self.kind
-        options = [self.margin, self.algo] if self.algo != "max" else [self.margin] if self.margin else []
+        options, defaults = [self.margin, self.algo, self.every], [0, "max", 1]
+        while options and options[-1] == defaults[len(options) - 1]:
+            options.pop()
         return f"delayed({','.join(map(str, [self.history, *options]))})"
 
     @classmethod
     def parse(cls, text: str) -> "Scale":
-        """Parse the name of a rule, with its arguments, or `delayed(history[,margin[,algo]])`; `pow2_floor` is `pow2`."""
+        """Parse the name of a rule and its arguments, or `delayed(history[,margin[,algo[,every]]])`; `pow2_floor` is `pow2`."""
         return _parse_scale(_text("scale", text))
 
 
@@ -356,9 +360,9 @@ def _parse_granularity(text: str) -> Granularity:
 def _parse_scale(text: str) -> Scale:
     registry.look_up(text)
     name, arguments = registry.arguments("pow2" if text == "pow2_floor" else text)
-    delayed = r"delayed\(([1-9]\d{0,18})(?:,(-?\d{1,18})(?:,(max|most_recent))?)?\)"
+    delayed = r"delayed\(([1-9]\d{0,18})(?:,(-?\d{1,18})(?:,(max|most_recent)(?:,([1-9]\d{0,8}))?)?)?\)"
     if match := re.fullmatch(delayed, text):
-        return Scale("delayed", int(match[1]), int(match[2] or 0), match[3] or "max")  # type: ignore[arg-type]
+        return Scale("delayed", int(match[1]), int(match[2] or 0), match[3] or "max", int(match[4] or 1))  # type: ignore[arg-type]
     if name in registry.SCALES.here and name != "delayed":
         wanted = registry.SCALES[name].arguments
         try:
@@ -371,7 +375,7 @@ def _parse_scale(text: str) -> Scale:
     known = [name for name in registry.SCALES if name != "delayed"]
     raise UserError(
         f"There is no scale {text!r}{did_you_mean(str(text), known[1:])}: choose {', '.join(map(repr, known))}, "
-        "'delayed(history)' or 'delayed(history,margin,max|most_recent)', or register a rule."
+        "'delayed(history)' or 'delayed(history,margin,max|most_recent,every)', or register a rule."
     )
 
 

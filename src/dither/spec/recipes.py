@@ -161,6 +161,14 @@ _RECIPES = {
         "e4m3 tensor delayed(1024)",
         "e5m2 tensor delayed(1024)",
     ),
+    # Room for growth between measurements: twice the weights, 4 times the inputs, 16 times the gradients. It takes binades from
+    # the lower end of the range, of which e5m2 has most.
+    "fp8-static": _cast(
+        "FP8, one scale per tensor, measured in one of 32 steps and with room for growth, gradients in e5m2.",
+        "e4m3 tensor delayed(4,2,max,32)",
+        "e4m3 tensor delayed(4,1,max,32)",
+        "e5m2 tensor delayed(4,4,max,32)",
+    ),
     "fp8-current": _cast(
         "FP8, one scale per tensor from the tensor itself, gradients in e5m2.", "e4m3 tensor", "e4m3 tensor", "e5m2 tensor"
     ),

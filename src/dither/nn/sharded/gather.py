@@ -322,6 +322,8 @@ class WeightGather:
             split, tensor = amax[2 * number : 2 * number + 2]
             whole, skip = in_whole_groups(x, shard, job.groups, split)
             given = layer.amax_of("weight") if job.casting.delayed else Amax()
+            if job.casting.delayed and layer.training and layer.cache.active and x.numel():  # without gradients here
+                given = given._replace(largest=local(layer._weight_largest))
             if len(tensor):
                 given = Amax(tensor[0], given.largest)
             casting = job.casting._replace(row=self.at[0] + first - skip, column=self.at[1])
