@@ -41,7 +41,7 @@ def tensor_codes(x: Tensor, multiply: Tensor, cast: str) -> Tensor:
     >>> tensor_codes(torch.tensor([[3.0, 1000.0, -torch.inf]]), torch.tensor(1.0), "e5m2 tensor fp32 nearest").float()
     tensor([[   3., 1024.,  -inf]])
     """
-    return _written_codes(x, multiply, cast).view(FUSIBLE[cast.split()[0]][0])
+    return _as_format(_written_codes(x, multiply, cast), cast)
 
 
 def both_codes(x: Tensor, multiply: Tensor, cast: str) -> tuple[Tensor, Tensor]:
@@ -49,9 +49,15 @@ def both_codes(x: Tensor, multiply: Tensor, cast: str) -> tuple[Tensor, Tensor]:
 
     It comes before the first layout, since Inductor computes the view of a tensor that is not in memory yet for each reader.
     """
-    codes, dtype = _written_codes(x, multiply, cast), FUSIBLE[cast.split()[0]][0]
-    codes_t = torch.ops.dither.transposed(codes, None).view(dtype)
-    return codes.view(dtype), codes_t
+    codes = _written_codes(x, multiply, cast)
+    codes_t = _as_format(torch.ops.dither.transposed(codes, None), cast)
+    return _as_format(codes, cast), codes_t
+
+
+def _as_format(codes: Tensor, cast: str) -> Tensor:
+    """Return written codes in the dtype of their format."""
+    dtype = FUSIBLE[cast.split()[0]][0]
+    return codes if codes.dtype == dtype else codes.view(dtype)
 
 
 def _written_codes(x: Tensor, multiply: Tensor, cast: str) -> Tensor:
