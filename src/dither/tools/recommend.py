@@ -226,7 +226,7 @@ SAVINGS = (
     Saving({"precision.weights": "fp8"}, "weights have 4 significant bits and noise; the effect on losses was not measured"),
     Saving({"precision.states": "dynamic4"}, "states of 4 bits; the effect on losses was not measured"),
 )
-"""In the order in which they cost speed, and then quality; each in addition to those before it."""
+"""In the order in which they cost speed, and then quality; each in addition to those before it. See `_by_cost`."""
 
 LEANER: tuple[Mapping[str, Any], ...] = (
     {},
@@ -343,6 +343,9 @@ ON_HOST = "optim.states_on"
 LINK = 50e9
 """Bytes per second between host memory and a GPU, each way: about those of PCIe 5.0 x16."""
 
+REACHED = 0.38
+"""Share of the peak rate of a GPU's products that training reaches: an 8B model in FP8 on an H200."""
+
 FIT_FIELDS = (
     "precision.mode",
     "precision.recipe",
@@ -398,9 +401,10 @@ def within(
     base |= {path: value for path, value in fixed.items() if path in FIT_FIELDS}
     tried: list[Fitted] = []
     short = 0  # bytes of states that host memory has no room for
-    for number in range(len(SAVINGS) + 1):
-        savings = [saving for saving in SAVINGS[:number] if _applies(saving, fixed, base)]
-        if number and not _applies(SAVINGS[number - 1], fixed, base):
+    ordered = _by_cost(shape, gpu, batch * sequence, base)
+    for number in range(len(ordered) + 1):
+        savings = [saving for saving in ordered[:number] if _applies(saving, fixed, base)]
+        if number and not _applies(ordered[number - 1], fixed, base):
             continue
         chosen = base | {path: value for saving in savings for path, value in saving.settings.items()}
         if host is not None and ON_HOST in chosen and ON_HOST not in fixed:
@@ -408,7 +412,7 @@ def within(
             if 2 * pinned > host:
                 short = short or pinned
                 del chosen[ON_HOST]
-                if ON_HOST in SAVINGS[number - 1].settings:
+                if ON_HOST in ordered[number - 1].settings:
                     continue
         for part in _micro_batches(batch, sequence, fixed, number >= CHEAP):
             settings = chosen if part == batch else {**_accumulating(chosen, fixed), "data.micro_batch": part}
@@ -430,6 +434,20 @@ def within(
                 return tried[-1]
     room = f"; {short / GIB:.1f} GiB of states would need twice that in host memory" if short else ""
     raise UserError(f"{_too_small(shape, gpu, batch, sequence, tried)}{room}.")
+
+
+def _by_cost(shape: Shape, gpu: Gpu, tokens: int, base: Mapping[str, Any]) -> Sequence[Saving]:
+    """Return `SAVINGS`, with states in host memory before checkpointing if a backward pass takes as long as their copies."""
+    states = base.get("precision.states") or "companded8"
+    hosted = _setting({**base, "precision.states": states, ON_HOST: "host"})
+    copied = estimate(shape, hosted, StepPasses(batch=1, sequence=1)).streamed
+    rate = REACHED * ((gpu.fp8 if base.get("precision.recipe") else None) or gpu.bf16)
+    hidden = copied / LINK * rate <= 4 * shape.parameters * tokens  # a backward pass has two products per weight and token
+    if not hidden:
+        return SAVINGS
+    order = [each for each in SAVINGS if ON_HOST not in each.settings]
+    place = next(number for number, each in enumerate(order) if "parallel.checkpointing" in each.settings)
+    return [*order[:place], *(each for each in SAVINGS if ON_HOST in each.settings), *order[place:]]
 
 
 def _applies(saving: Saving, fixed: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
