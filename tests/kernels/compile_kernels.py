@@ -2,7 +2,8 @@
 
 Operations are called as usual, on CPU tensors, with a driver that names an sm_90 target and a launcher that stops after
 compiling. Prints one line per kernel, which test_kernels_build.py reads. `--first` compiles only the first variant of each
-kernel: a variant takes about a second if Triton's cache does not have it, and there are hundreds.
+kernel: a variant takes about a second if Triton's cache does not have it, and there are hundreds. `--ada` compiles for sm_89,
+the oldest GPUs whose own instructions kernels use.
 """
 
 import sys
@@ -32,11 +33,15 @@ from dither.spec.optimizer import Update
 from dither.spec.random import Draw
 
 
-class Hopper:
-    """As much of a Triton driver as compiling asks for."""
+class Driver:
+    """As much of a Triton driver as compiling for a compute capability asks for."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        self.capability = capability
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        major, minor = self.capability
+        return GPUTarget("cuda", 10 * major + minor, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -48,11 +53,11 @@ class Hopper:
 compiled: dict[str, list[object]] = {}
 
 
-def compile_only(first: bool) -> None:
+def compile_only(first: bool, capability: tuple[int, int] = (9, 0)) -> None:
     """From here on a kernel launch compiles and does nothing else; nothing at all if only the first variant is wanted."""
-    triton.runtime.driver.set_active(Hopper())
+    triton.runtime.driver.set_active(Driver(capability))
     torch.version.cuda = "13.0"
-    torch.cuda.get_device_capability = lambda device=None: (9, 0)  # type: ignore[assignment]
+    torch.cuda.get_device_capability = lambda device=None: capability  # type: ignore[assignment]
     torch.cuda.current_device = lambda: None  # type: ignore[assignment, return-value]  # where CPU tensors are
     run = JITFunction.run
 
@@ -300,7 +305,7 @@ def optimizer_calls() -> Iterator[str]:
 
 if __name__ == "__main__":
     assert not dither.ops.triton.interpreted(), "unset TRITON_INTERPRET"
-    compile_only("--first" in sys.argv[1:])
+    compile_only("--first" in sys.argv[1:], (8, 9) if "--ada" in sys.argv[1:] else (9, 0))
     for line in calls():
         print(line)
     for name, kernels in compiled.items():

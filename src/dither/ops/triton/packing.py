@@ -66,26 +66,32 @@ def e2m1_words(a, sign, random, F: tl.constexpr, P: tl.constexpr, Q: tl.constexp
     return tl.inline_asm_elementwise(E2M1_WORD, constraints, arguments, dtype=tl.int32, is_pure=True, pack=1)
 
 
-# Eight E2M1 codes of the word $4, times the scale $5, as four words of two BF16 numbers each; the products are exact.
-# Permutations look the two bytes of a number up by the code itself, without its sign: 0, 0.5, 1, 1.5, 2, 3, 4, 6.
+# Eight E2M1 codes of the word $4, times the scale $5, as four words of two BF16 numbers each; the products are exact. -0 is
+# added to them, since Ada has no product alone. Permutations look the two bytes of a number up by the code itself, without its
+# sign: 0, 0.5, 1, 1.5, 2, 3, 4, 6.
 E2M1_NUMBERS = tl.constexpr(
     """{
-    .reg .b32 m, e, h, l, n, s, scale;
+    .reg .b32 m, e, h, l, n, s, zero, scale;
+    mov.b32 zero, 0x80008000;
     cvt.rn.bf16x2.f32 scale, $5, $5;
     and.b32 m, $4, 0x77777777;  shl.b32 e, $4, 4;
     prmt.b32 h, 0x3F3F3F00, 0x40404040, m;  prmt.b32 l, 0xC0800000, 0xC0804000, m;
-    prmt.b32 n, l, h, 0x5140;  prmt.b32 s, e, $4, 0x4000;  lop3.b32 n, n, s, 0x80008000, 0xF8;  mul.rn.bf16x2 $0, n, scale;
-    prmt.b32 n, l, h, 0x7362;  prmt.b32 s, e, $4, 0x5010;  lop3.b32 n, n, s, 0x80008000, 0xF8;  mul.rn.bf16x2 $1, n, scale;
+    prmt.b32 n, l, h, 0x5140;  prmt.b32 s, e, $4, 0x4000;  lop3.b32 n, n, s, 0x80008000, 0xF8;
+    fma.rn.bf16x2 $0, n, scale, zero;
+    prmt.b32 n, l, h, 0x7362;  prmt.b32 s, e, $4, 0x5010;  lop3.b32 n, n, s, 0x80008000, 0xF8;
+    fma.rn.bf16x2 $1, n, scale, zero;
     shr.u32 m, m, 16;
     prmt.b32 h, 0x3F3F3F00, 0x40404040, m;  prmt.b32 l, 0xC0800000, 0xC0804000, m;
-    prmt.b32 n, l, h, 0x5140;  prmt.b32 s, e, $4, 0x6020;  lop3.b32 n, n, s, 0x80008000, 0xF8;  mul.rn.bf16x2 $2, n, scale;
-    prmt.b32 n, l, h, 0x7362;  prmt.b32 s, e, $4, 0x7030;  lop3.b32 n, n, s, 0x80008000, 0xF8;  mul.rn.bf16x2 $3, n, scale;
+    prmt.b32 n, l, h, 0x5140;  prmt.b32 s, e, $4, 0x6020;  lop3.b32 n, n, s, 0x80008000, 0xF8;
+    fma.rn.bf16x2 $2, n, scale, zero;
+    prmt.b32 n, l, h, 0x7362;  prmt.b32 s, e, $4, 0x7030;  lop3.b32 n, n, s, 0x80008000, 0xF8;
+    fma.rn.bf16x2 $3, n, scale, zero;
     }"""
 )
 E2M1_SATURATED = tl.constexpr(
     re.sub(
-        r"mul.rn.bf16x2 (\$.), n, scale;",
-        r"mul.rn.bf16x2 n, n, scale; min.NaN.bf16x2 n, n, most; max.NaN.bf16x2 \1, n, least;",
+        r"fma.rn.bf16x2 (\$.), n, scale, zero;",
+        r"fma.rn.bf16x2 n, n, scale, zero; min.NaN.bf16x2 n, n, most; max.NaN.bf16x2 \1, n, least;",
         E2M1_NUMBERS.value.replace("scale;", "scale, most, least; mov.b32 most, 0x7F7F7F7F; mov.b32 least, 0xFF7FFF7F;", 1),
     )
 )
