@@ -139,7 +139,9 @@ class StepMode:
     recompute: bool = False
     """True if sampled weights are computed again in backward."""
     optimizer: str = ""
-    """Dither's optimizer, adamw or adam-mini, or torchao's adamw8bit; "" for torch's AdamW."""
+    """Dither's optimizer, adamw or adam-mini; "" for torch's AdamW."""
+    eight_bit: bool = False
+    """True if torchao's AdamW8bit updates bfloat16 parameters."""
     fsdp: str = ""
     """fsdp or fsdp-codes if FSDP2 shards the model."""
     graphs: bool = False
@@ -148,7 +150,7 @@ class StepMode:
     @property
     def narrow(self) -> bool:
         """True if parameters are bfloat16."""
-        return self.sr or self.method == "bf16-nearest" or self.optimizer == "adamw8bit"
+        return self.sr or self.eight_bit or self.method == "bf16-nearest"
 
 
 PARTS: dict[str, tuple[str, object]] = {
@@ -170,7 +172,7 @@ PARTS: dict[str, tuple[str, object]] = {
     "recompute": ("recompute", True),
     "adamw": ("optimizer", "adamw"),
     "adam-mini": ("optimizer", "adam-mini"),
-    "adamw8bit": ("optimizer", "adamw8bit"),
+    "adamw8bit": ("eight_bit", True),
     "fsdp": ("fsdp", "fsdp"),
     "fsdp-codes": ("fsdp", "fsdp-codes"),
     "graphs": ("graphs", True),
@@ -187,15 +189,13 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "o2": (),
     "bf16-nearest": ("fsdp",),
     "bf16-sr": (*LEAN, "fsdp", "graphs"),
-    "torchao-tensorwise": ("optimizer", "fsdp"),
+    "torchao-tensorwise": ("eight_bit", "fsdp"),
     "torchao-rowwise": ("fsdp",),
     "recipe": ("units", "output", "sr", "stored", *LEAN, "save", "hold", "swiglu", "fsdp", "graphs"),
     "gaussws": ("recompute", "optimizer", "fsdp", "graphs"),
     "diffq": ("recompute", "optimizer", "fsdp", "graphs"),
 }
 """Fields that the parts of each method may set."""
-
-OPTIMIZERS = tuple(part for part, (field, _) in PARTS.items() if field == "optimizer")
 
 SAMPLED = ("all", "od", "qkv", "out", "up", "down")
 """Parts of a model whose weights gaussws and diffq sample."""
@@ -217,7 +217,6 @@ def parse_mode(text: str) -> StepMode:
     if method == "recipe":
         recipe(name)
     known = [part for part, (field, _) in PARTS.items() if field in FIELDS[method]]
-    known = [part for part in known if (part == "adamw8bit") is (method == "torchao-tensorwise") or part not in OPTIMIZERS]
     takes = f"{method} takes +{', +'.join(known)}, in this order" if known else f"{method} takes no parts"
     found: dict[str, Any] = {"sr": True} if method == "bf16-sr" else {}
     last = -1
@@ -375,7 +374,7 @@ def build(size: str, mode: str, settings: StepSettings) -> Built:
     context: Any = contextlib.nullcontext()
     if not chosen.narrow:
         context = torch.autocast(torch.device(device).type, dtype=torch.bfloat16)
-    optimizer = _torchao_adamw(model) if chosen.optimizer == "adamw8bit" else _optimizer(model, chosen)
+    optimizer = _torchao_adamw(model) if chosen.eight_bit else _optimizer(model, chosen)
     return Built(model, optimizer, context, engines, chosen.method in ("recipe", "gaussws", "diffq"))
 
 
