@@ -60,8 +60,8 @@ def rht(x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def forward_only(x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The guide: E2M1 in groups of 16 forward, E5M2 gradients and E4M3 for the rest with one scale per tensor backward."""
-    y = cast(x, "e2m1 tile(16)", 1, "") @ cast(w, "e2m1 tile(16)", 1, "").T
+    """The guide: NVFP4 (groups of 16) forward, E5M2 gradients and E4M3 for the rest with one scale per tensor backward."""
+    y = cast(x, "nvfp4", 1, "") @ cast(w, "nvfp4", 1, "").T
     dy = cast(dy, "e5m2 tensor", 1, "")
     return y, dy @ cast(w, "e4m3 tensor", 1, ""), dy.T @ cast(x, "e4m3 tensor", 1, "")
 

@@ -38,7 +38,7 @@ CASTS = {
     "mxfp4-rht": ("e2m1 tile(32) pow2_ceil stochastic(16) hadamard(64,redrawn)",) * 3,
     "fp4-block": ("e2m1 tile(128) fp32", "e2m1 block(128) fp32", "e2m1 tile(128) fp32 stochastic(16)"),
     "fp6-block": ("e2m3 tile(128) fp32", "e2m3 block(128) fp32", "e2m3 tile(128) fp32"),
-    "fp4-forward": ("e2m1 tile(16) fp32", "e2m1 tile(16) fp32", "e5m2 tensor fp32"),
+    "fp4-forward": ("e2m1 tile(16) nvfp4", "e2m1 tile(16) nvfp4", "e5m2 tensor fp32"),
     "fp4-fp8grad": ("e2m1 tile(128) fp32", "e2m1 block(128) fp32", "e4m3 tile(128) fp32"),
     "int8": ("int8 tensor fp32",) * 3,
     "int8-row": ("int8 row fp32",) * 3,

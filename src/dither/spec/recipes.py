@@ -281,9 +281,9 @@ _RECIPES = {
     ),
     "fp6-block": _cast("FP6: e2m3, scaled like fp8-block.", "e2m3 tile(128)", "e2m3 block(128)", "e2m3 tile(128)"),
     "fp4-forward": _cast(
-        "FP4 forward with a scale per 16 values; FP8 backward with one scale per tensor: gradients in e5m2, the rest in e4m3.",
-        "e2m1 tile(16)",
-        "e2m1 tile(16)",
+        "NVFP4 forward, a scale per 16 values; FP8 backward, one scale per tensor: gradients in e5m2, the rest in e4m3.",
+        "e2m1 tile(16) nvfp4",
+        "e2m1 tile(16) nvfp4",
         "e5m2 tensor",
         {"input_grad.weight": "e4m3 tensor", "weight_grad.input": "e4m3 tensor"},
     ),
