@@ -141,11 +141,11 @@ def test_a_rounded_magnitude_is_the_magnitude_of_rounded_numbers() -> None:
     """Also where numbers round to infinity; NaN of all bits stays NaN."""
     generator = torch.Generator().manual_seed(0)
     wide = torch.randn(64, 256, generator=generator) * torch.logspace(-40, 38.5, 64)[:, None]
-    assert torch.equal(fused.rounded_magnitude(wide.abs().amax(1)), wide.bfloat16().abs().amax(1).float())
+    assert torch.equal(fused.rounded_to_bfloat16(wide.abs().amax(1)), wide.bfloat16().abs().amax(1).float())
     lost = torch.tensor([0x7F800001, 0x7FC00000, 0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
-    assert fused.rounded_magnitude(lost).isnan().all()
+    assert fused.rounded_to_bfloat16(lost).isnan().all()
     ends = torch.tensor([0.0, 1e-45, 3.4e38, torch.inf])
-    assert torch.equal(fused.rounded_magnitude(ends), torch.tensor([0.0, 0.0, torch.inf, torch.inf]))
+    assert torch.equal(fused.rounded_to_bfloat16(ends), torch.tensor([0.0, 0.0, torch.inf, torch.inf]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

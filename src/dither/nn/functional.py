@@ -689,9 +689,9 @@ def product(
         if scaling and not (b.values.shape[0] % engines.ALIGNMENT or length % engines.ALIGNMENT) and a.values.numel():
             # What the operator below would call: as torch's own operation it costs the host a fraction of the time.
             inside = None if bias is None or dtype == torch.float32 else bias.to(dtype)
-            y = torch._scaled_mm(
-                a.values, b.values.T, a.scale, transposed_scale(b.scale), bias=inside, out_dtype=dtype, use_fast_accum=fast
-            )
+            # Inductor of torch 2.11 fails on a scale of no dimensions that is a part of another tensor.
+            scale_a, scale_b = (scale.view(1, 1) if scale.dim() == 0 else scale for scale in (a.scale, transposed_scale(b.scale)))
+            y = torch._scaled_mm(a.values, b.values.T, scale_a, scale_b, bias=inside, out_dtype=dtype, use_fast_accum=fast)
             return y if bias is None or inside is not None else y + bias
     where = f"{_where(name)}, {which.replace('_', ' ')} product"
     result: Tensor = torch.ops.dither.product(

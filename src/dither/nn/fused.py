@@ -63,20 +63,18 @@ def _as_format(codes: Tensor, cast: str) -> Tensor:
 def _written_codes(x: Tensor, multiply: Tensor, cast: str) -> Tensor:
     """Return the codes as a compiled kernel writes them: float8_e4m3fn, or uint8 for E5M2.
 
-    GPUs convert Inf to the largest value of E5M2, so its code is chosen here.
+    A kernel that writes codes spends its time in these operations, not in moving bytes, so they are few.
     """
     dtype, limit = FUSIBLE[cast.split()[0]]
-    wide = x.float()
-    if x.dtype == torch.bfloat16:
-        wide = torch.where(wide.isnan(), wide, rounded_to_bfloat16(wide))
-    # NaN with a positive sign. As a constant, it would not equal itself where a graph looks for casts that it has already.
-    scaled, nan = wide * multiply, (wide - wide).abs()
-    finite = wide.abs() < torch.inf
-    codes = torch.where(finite, scaled.clamp(-limit, limit), nan).to(dtype)
+    wide = rounded_to_bfloat16(x) if x.dtype == torch.bfloat16 else x
+    scaled = wide * multiply
+    clipped = torch.where(scaled.abs() > limit, torch.copysign(torch.full_like(scaled, limit), scaled), scaled)
+    nan = (wide - wide).abs()  # with a positive sign; a constant would not equal itself where a graph looks for casts it has
     if dtype == torch.float8_e4m3fn:
-        return codes
-    infinity = (wide < 0).to(torch.uint8) * 0x80 + 0x7C
-    return torch.where(~finite & (scaled.abs() == torch.inf), infinity, codes.view(torch.uint8))  # unless the factor is NaN
+        return torch.where(wide.abs() < torch.inf, clipped, nan).to(dtype)
+    # GPUs convert Inf to the largest value, and the code after that is Inf. It is NaN where the factor is.
+    infinite = (wide.abs() == torch.inf) & ~scaled.isnan()
+    return torch.where(wide.isnan(), nan, clipped).to(dtype).view(torch.uint8) + infinite.to(torch.uint8)
 
 
 def codes_later(x: Tensor, multiply: Tensor, cast: str) -> tuple[Tensor, Tensor]:
@@ -86,17 +84,16 @@ def codes_later(x: Tensor, multiply: Tensor, cast: str) -> tuple[Tensor, Tensor]
     return codes
 
 
-def rounded_to_bfloat16(wide: Tensor) -> Tensor:
-    """Return float32 numbers rounded to bfloat16, by their bits. NaN becomes anything.
+def rounded_to_bfloat16(x: Tensor) -> Tensor:
+    """Return numbers rounded to bfloat16, as float32.
 
-    Inductor leaves out the conversion of a bfloat16 intermediate result and computes with the unrounded number. So the fused
-    cast rounds it here, and has the codes of the number that would have been stored.
+    Inductor leaves out the conversion of a bfloat16 intermediate result and computes with the unrounded number. It needs the
+    rounded one to read its bits. So the fused cast has the codes of the number that would have been stored.
 
     >>> rounded_to_bfloat16(torch.tensor([1.001, 1.0045, -3.0]))
     tensor([ 1.0000,  1.0078, -3.0000])
     """
-    bits = wide.view(torch.int32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
+    return (x.bfloat16().view(torch.int16).to(torch.int32) << 16).view(torch.float32)
 
 
 def largest_magnitude(x: Tensor) -> Tensor:
@@ -112,12 +109,7 @@ def largest_magnitude(x: Tensor) -> Tensor:
         measured: Tensor = torch.ops.dither.amax(x, "auto")
         return measured
     largest = x.abs().amax().float()
-    return rounded_magnitude(largest) if x.dtype == torch.bfloat16 else largest
-
-
-def rounded_magnitude(largest: Tensor) -> Tensor:
-    """Return float32 numbers rounded to bfloat16, by their bits; NaN stays NaN."""
-    return torch.where(largest.isnan(), largest, rounded_to_bfloat16(largest))
+    return rounded_to_bfloat16(largest) if x.dtype == torch.bfloat16 else largest
 
 
 def again(
@@ -182,7 +174,7 @@ def compiled_codes(x: Tensor) -> tuple[Tensor, Tensor]:
     tiles = x.float().view(len(x), -1, TILE)
     amax = tiles.abs().amax(-1)
     if x.dtype == torch.bfloat16:  # a compiled graph may not have rounded it
-        tiles, amax = rounded_to_bfloat16(tiles), rounded_magnitude(amax)
+        tiles, amax = rounded_to_bfloat16(tiles), rounded_to_bfloat16(amax)
     lost = ~amax.isfinite()
     bits = amax.view(torch.int32)
     # E4M3 ends at 448 = 1.75 * 2^8: a larger mantissa takes the next power of two.

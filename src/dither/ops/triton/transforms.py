@@ -295,9 +295,12 @@ def _launch(
     (rows, columns), out = shape, list(shape)
     out[axis] = -(-shape[axis] // max(size, 1)) * max(size, 1)
     run = max(16 // dtype.itemsize, 128 // cast.round.width if drawn[0] else 0)
-    # A thread has A rows of a run of columns, or A runs of one row: 128 elements at most, for its registers.
-    most = 128 if cast.scaling.kind == "eden" else 64  # sums of eden stay in a thread
-    A = max(1, (min(size, 128 // run) or 64 // run) if across else min(most, max(size, 32)) // run)
+    # A thread has A rows of a run of columns, or A runs of one row: as many elements as its registers hold.
+    eden = cast.scaling.kind == "eden"
+    if across:
+        A = max(1, min(size, (64 if eden or (along and drawn[0]) else 128) // run) or 64 // run)
+    else:
+        A = max(1, min(128 if eden else 64, max(size, 32)) // run)  # sums of eden stay in a thread
     COLUMNS, warps = COLUMNS_ACROSS if across else 128, 4
     ROWS = 32 * run * A * warps // COLUMNS
     scale_codes = () if make != "codes" or cast.scaling.storage == "fp32" else (3,)
