@@ -263,7 +263,7 @@ def make_settings(
             return _casting(family.casts, family.container, level)
         if units and backend.has_bf16_units() and engines.held_by_bf16(cast, (*backend.tried_units(), *verified)):
             # What is multiplied at once comes as numbers. What is kept for backward or for a step is kept as codes.
-            made = _casting((cast,), cast.format)._replace(held=True)
+            made = _casting((cast,), engines.container(cast))._replace(held=True)
             codes = kept or not cast.kernel or cast.scaling.kind == "four_over_six"  # which is chosen by codes
             return made if codes else made._replace(stored="bf16", container="bf16", whole=True)
         return _casting((cast,), engines.container(cast) if units else cast.format)
@@ -690,7 +690,9 @@ def product(
             # What the operator below would call: as torch's own operation it costs the host a fraction of the time.
             inside = None if bias is None or dtype == torch.float32 else bias.to(dtype)
             # Inductor of torch 2.11 fails on a scale of no dimensions that is a part of another tensor.
-            scale_a, scale_b = (scale.view(1, 1) if scale.dim() == 0 else scale for scale in (a.scale, transposed_scale(b.scale)))
+            scale_a, scale_b = (
+                scale.view(1, 1) if scale.dim() == 0 else scale for scale in (a.scale, transposed_scale(b.scale))
+            )
             y = torch._scaled_mm(a.values, b.values.T, scale_a, scale_b, bias=inside, out_dtype=dtype, use_fast_accum=fast)
             return y if bias is None or inside is not None else y + bias
     where = f"{_where(name)}, {which.replace('_', ' ')} product"
@@ -725,12 +727,7 @@ def _bf16_product(
 
     A BF16 result is rounded before the scales of tensors are applied, and once more after.
     """
-    left, right = (
-        codes.values
-        if not casting.cast or casting.container
-        else torch.ops.dither.decode(codes.values, codes.scale, casting.cast, codes.values.shape[0], length, after)
-        for codes, casting in ((a, a_casting), (b, b_casting))
-    )
+    left, right = (bf16_numbers(codes, casting, length, after) for codes, casting in ((a, a_casting), (b, b_casting)))
     y = torch.mm(left, right.T) if dtype == torch.bfloat16 else torch.mm(left, right.T, out_dtype=torch.float32)
     scales = [codes.tensor_scale for codes, casting in ((a, a_casting), (b, b_casting)) if casting.two_level]
     if not scales and bias is None:
@@ -740,6 +737,14 @@ def _bf16_product(
         assert scale is not None
         result = result * scale
     return as_dtype(result if bias is None else result + bias.float(), dtype)
+
+
+def bf16_numbers(codes: Codes, casting: Casting, length: int, after: Tensor | None = None) -> Tensor:
+    """Return the numbers of an operand [R, length] that BF16 units multiply, without the scale of the tensor."""
+    if not casting.cast or casting.container == "bf16":
+        return codes.values
+    numbers: Tensor = torch.ops.dither.decode(codes.values, codes.scale, casting.stored, codes.values.shape[0], length, after)
+    return numbers
 
 
 @assume_constant_result

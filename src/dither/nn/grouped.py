@@ -30,6 +30,7 @@ from dither.nn.functional import (
     as_dtype,
     as_input,
     autocast_dtype,
+    bf16_numbers,
     cast_operand,
     cast_weight,
     weight_layouts,
@@ -182,10 +183,7 @@ def _numbers(codes: Codes, casting: Casting, length: int) -> Tensor:
         if not casting.cast:
             return values.float()
         return dequantize_codes(*codes, casting.stored, (values.shape[0], length), 1, torch.float32)
-    if not casting.cast or casting.container:
-        return values
-    decoded: Tensor = torch.ops.dither.decode(values, codes.scale, casting.cast, values.shape[0], length, None)
-    return decoded
+    return bf16_numbers(codes, casting, length)
 
 
 def _grouped(a: Tensor, b: Tensor, end_E: Tensor, dtype: torch.dtype) -> Tensor:

@@ -71,12 +71,15 @@ class Engine:
 
 
 def container(cast: Cast) -> str:
-    """Return the format in which a GPU stores the codes of `cast`: e4m3 for FP4 and FP6 that FP8 units can scale, else its own.
+    """Return the format in which a GPU stores codes: e4m3 for FP6, and for FP4 that FP8 units can scale, else that of the cast.
 
-    >>> container(Cast.parse("e2m1 tile(128)")), container(Cast.parse("mxfp4"))
-    ('e4m3', 'e2m1')
+    Codes of 6 bits cross bytes: to pack and unpack them takes more time than a quarter of their bytes.
+
+    >>> [container(Cast.parse(text)) for text in ("e2m1 tile(128)", "mxfp4", "mxfp6")]
+    ['e4m3', 'e2m1', 'e4m3']
     """
-    return "e4m3" if cast.kernel and cast.format in CONTAINED and _fp8_scaling(cast) else cast.format
+    contained = cast.kernel and cast.format in CONTAINED and (_fp8_scaling(cast) or cast.element.bits == 6)
+    return "e4m3" if contained else cast.format
 
 
 def held_by_bf16(cast: Cast, verified: Collection[str] = ()) -> bool:

@@ -296,7 +296,7 @@ class MemoryEstimate:
 def code_bytes(cast: Cast, rows: int, columns: int) -> float:
     """Return the bytes of one code of a [rows, columns] matrix on a GPU, with its share of the scales.
 
-    FP4 and FP6 that run on FP8 units are stored in E4M3 codes; others are packed. A scale takes 4 bytes, E8M0 and E4M3 one.
+    FP6, and FP4 that FP8 units multiply, are stored in E4M3 codes; others are packed. A scale takes 4 bytes, E8M0 and E4M3 one.
 
     >>> [code_bytes(Cast.parse(text), 4096, 4096) for text in ("e4m3 tile(128)", "e2m1 tile(128)", "mxfp4")]
     [1.03125, 1.03125, 0.53125]
