@@ -12,7 +12,7 @@ import pytest
 
 from dither import cli
 from dither.errors import UserError
-from dither.report.ladder import LadderReport, Law, Result, fit_law, read_result, write_ladder
+from dither.report.ladder import LadderReport, Law, Result, charts, fit_law, read_result, write_ladder
 from dither.tools import ladder as ladders
 
 PLANTED = Law(E=1.7, A=400.0, a=0.34, B=410.0, b=0.28, residual=0.0, points=0)
@@ -143,6 +143,12 @@ def test_speeds_of_runs_alone_are_preferred():
     assert [each.alone for each in found] == [each.model == f"m{SIZES[0]:g}" for each in found]
     assert found[0].speed == pytest.approx(1.1)
     assert len(found) == len(report.equal_quality)
+
+
+def test_a_curve_is_the_mean_of_the_seeds():
+    runs = [result(seed=0, curve=((10, 5.0), (20, 4.0))), result(seed=1, curve=((10, 7.0), (20, 4.5)))]
+    (line,) = charts(LadderReport("o1", ("o1", "sr"), tuple(runs)))["curves-m3e+06"].lines
+    assert (line.label, line.x["tokens"], line.y) == ("o1", (10.0, 20.0), (6.0, 4.25))
 
 
 def test_a_row_says_what_is_missing_and_the_rest_goes_on(tmp_path):

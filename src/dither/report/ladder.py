@@ -472,7 +472,7 @@ def write_ladder(report: LadderReport, folder: Path) -> list[Path]:
 
 
 def charts(report: LadderReport) -> dict[str, LineChart]:
-    """Return the charts by their file names: final losses over tokens, and for each model differences from the baseline."""
+    """Return the charts by their file names: final losses over tokens; for each model differences and training losses."""
     models = list(dict.fromkeys(model for _, model, _ in report.rungs))
     lines = []
     for (colour, arm), model in itertools.product(enumerate(report.arms), models):
@@ -492,7 +492,20 @@ def charts(report: LadderReport) -> dict[str, LineChart]:
         title = f"{rung[1]}, {count(rung[2])} tokens: held-out loss minus {report.baseline}"
         chart = LineChart(title, "nats per token", ("tokens",), tuple(drawn))
         found |= {f"differences-{rung[1]}": chart} if drawn else {}
+        drawn = [line for colour, arm in enumerate(report.arms) for line in _curve(report, arm, rung, colour)]
+        chart = LineChart(f"{rung[1]}, {count(rung[2])} tokens: training loss", "nats per token", ("tokens",), tuple(drawn))
+        found |= {f"curves-{rung[1]}": chart} if drawn else {}
     return found
+
+
+def _curve(report: LadderReport, arm: str, rung: tuple[int, str, int], colour: int) -> list[Line]:
+    """Return the training losses of an arm, the means of its seeds."""
+    losses: dict[int, list[float]] = {}
+    for run in report.runs(arm, rung):
+        for tokens, loss in run.curve:
+            losses.setdefault(tokens, []).append(loss)
+    means = tuple(statistics.fmean(values) for _, values in sorted(losses.items()))
+    return [Line(arm, {"tokens": tuple(map(float, sorted(losses)))}, means, colour)] if means else []
 
 
 def _difference(report: LadderReport, arm: str, rung: tuple[int, str, int], colour: int) -> list[Line]:
