@@ -129,7 +129,7 @@ def test_speed_at_equal_quality_inverts_the_planted_law():
     assert row.factor == pytest.approx(needed, rel=2e-3)
     assert row.low < row.factor < row.high
     assert row.at_equal_quality == pytest.approx(1.3 / needed, rel=2e-3)
-    assert not row.alone
+    assert row.how == "shared device"
     never = planted(difference=9.0).equal_quality[0]
     assert never.factor == float("inf")
     assert never.at_equal_quality == 0.0
@@ -140,7 +140,7 @@ def test_speeds_of_runs_alone_are_preferred():
     report = planted()
     alone = [result(arm, SIZES[0], kind="speed", tokens_per_s=speed) for arm, speed in (("o1", 10.0), ("sr", 11.0))]
     found = LadderReport("o1", ("o1", "sr"), (*report.results, *alone)).equal_quality
-    assert [each.alone for each in found] == [each.model == f"m{SIZES[0]:g}" for each in found]
+    assert [each.how == "alone" for each in found] == [each.model == f"m{SIZES[0]:g}" for each in found]
     assert found[0].speed == pytest.approx(1.1)
     assert len(found) == len(report.equal_quality)
 
@@ -149,6 +149,17 @@ def test_a_curve_is_the_mean_of_the_seeds():
     runs = [result(seed=0, curve=((10, 5.0), (20, 4.0))), result(seed=1, curve=((10, 7.0), (20, 4.5)))]
     (line,) = charts(LadderReport("o1", ("o1", "sr"), tuple(runs)))["curves-m3e+06"].lines
     assert (line.label, line.x["tokens"], line.y) == ("o1", (10.0, 20.0), (6.0, 4.25))
+
+
+def test_given_speeds_count_before_those_of_runs():
+    report = planted()
+    given = LadderReport("o1", ("o1", "sr"), report.results, speeds={"sr": 1.5})
+    assert {(each.speed, each.how) for each in given.equal_quality} == {(1.5, "given")}
+    assert "1.500 (given)" in given.markdown()
+    (line,) = charts(given)["equal-quality"].lines
+    assert line.y == tuple(each.at_equal_quality for each in given.equal_quality if each.tokens == 20 * each.parameters)
+    assert line.x["parameters"] == SIZES[:3]
+    assert all(low < value < high for low, value, high in zip(line.low, line.y, line.high, strict=True))
 
 
 def test_a_row_says_what_is_missing_and_the_rest_goes_on(tmp_path):
@@ -222,6 +233,8 @@ def test_arms_of_a_seed_share_weights_text_and_steps(tmp_path):
         ("seeds = 2", 'casts = ["mxfp5"]', "mxfp5"),
         ("seeds = 2", "seeds = 0", "ladder.seeds is an integer of at least 1"),
         ("seeds = 2", 'baseline = "o2"', "There is no ladder.arms='o2'"),
+        ("seeds = 2", "speeds = {o2 = 1.5}", "There is no ladder.arms='o2'"),
+        ("seeds = 2", "speeds = {o1 = 0.0}", "ladder.speeds are positive numbers"),
         ('"bf16-sr"', '"bf16-sq"', "There is no precision 'bf16-sq'"),
         ('"bf16-sr"', '"o1"', "The arm 'o1' is named twice"),
         ('"bf16-sr"', '"bf16-sr@seed=4"', "several sections"),

@@ -8,7 +8,7 @@ import importlib.util
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -225,6 +225,7 @@ class EqualQuality:
     """
 
     model: str
+    parameters: int
     tokens: int
     arm: str
     factor: float
@@ -234,8 +235,8 @@ class EqualQuality:
     high: float | None
     speed: float | None
     """Tokens per second over those of the baseline; None if not measured."""
-    alone: bool
-    """True if both speeds were measured with one run on the device."""
+    how: Literal["alone", "shared device", "given"]
+    """Whether runs of the ladder were timed alone on the device or beside others, or the ladder gives the speed."""
 
     @property
     def at_equal_quality(self) -> float | None:
@@ -254,6 +255,8 @@ class LadderReport:
     """Sentences about results that are not used."""
     missing: int = 0
     """Number of runs that are not trained yet."""
+    speeds: Mapping[str, float] = field(default_factory=dict)
+    """Tokens per second of arms over those of the baseline, if they are not those of these runs."""
 
     @cached_property
     def rungs(self) -> list[tuple[int, str, int]]:
@@ -341,12 +344,15 @@ class LadderReport:
 
             mean, half = row.difference.mean, row.difference.interval
             low, high = (None, None) if half is None else (factor(mean - half), factor(mean + half))
+            how: Literal["alone", "shared device", "given"] = "alone"
             own, other = alone.get((row.model, row.arm)), alone.get((row.model, self.baseline))
-            both = own is not None and other is not None
-            if not both:
-                own, other = row.tokens_per_s, speeds.get((row.model, row.tokens, self.baseline))
+            if row.arm in self.speeds:
+                own, other, how = self.speeds[row.arm], 1.0, "given"
+            elif own is None or other is None:
+                own, other, how = row.tokens_per_s, speeds.get((row.model, row.tokens, self.baseline)), "shared device"
             speed = own / other if own and other else None
-            found.append(EqualQuality(row.model, row.tokens, row.arm, factor(mean), low, high, speed, both))
+            place = row.model, row.parameters, row.tokens, row.arm
+            found.append(EqualQuality(*place, factor(mean), low, high, speed, how))
         return found
 
     # Outputs -----------------------------------------------------------------------------------------------------------
@@ -376,7 +382,7 @@ class LadderReport:
         else:
             rows = [
                 (each.model, count(each.tokens), f"`{each.arm}`", _times(each.factor, each.low, each.high),
-                 "" if each.speed is None else f"{each.speed:.3f}" + ("" if each.alone else " (shared device)"),
+                 "" if each.speed is None else f"{each.speed:.3f}" + ("" if each.how == "alone" else f" ({each.how})"),
                  "" if each.at_equal_quality is None else f"{each.at_equal_quality:.3f}")
                 for each in self.equal_quality
             ]  # fmt: skip
@@ -472,7 +478,7 @@ def write_ladder(report: LadderReport, folder: Path) -> list[Path]:
 
 
 def charts(report: LadderReport) -> dict[str, LineChart]:
-    """Return the charts by their file names: final losses over tokens; for each model differences and training losses."""
+    """Return the charts by their file names: final losses over tokens; differences and training losses by model; speed."""
     models = list(dict.fromkeys(model for _, model, _ in report.rungs))
     lines = []
     for (colour, arm), model in itertools.product(enumerate(report.arms), models):
@@ -495,7 +501,21 @@ def charts(report: LadderReport) -> dict[str, LineChart]:
         drawn = [line for colour, arm in enumerate(report.arms) for line in _curve(report, arm, rung, colour)]
         chart = LineChart(f"{rung[1]}, {count(rung[2])} tokens: training loss", "nats per token", ("tokens",), tuple(drawn))
         found |= {f"curves-{rung[1]}": chart} if drawn else {}
-    return found
+    drawn = [line for colour, arm in enumerate(report.arms) for line in _worth(report, arm, colour)]
+    chart = LineChart(f"Speed at equal quality, over {report.baseline}", "", ("parameters",), tuple(drawn), log_x=True)
+    return found | ({"equal-quality": chart} if drawn else {})
+
+
+def _worth(report: LadderReport, arm: str, colour: int) -> list[Line]:
+    """Return an arm's speed at equal quality over the sizes, each with its most tokens, with 95 % confidence intervals."""
+    last = {each.parameters: each for each in report.equal_quality if each.arm == arm and each.speed is not None}
+    if not last:
+        return []
+    rows = [each for _, each in sorted(last.items())]
+    x, y = {"parameters": tuple(float(each.parameters) for each in rows)}, tuple(each.at_equal_quality or 0.0 for each in rows)
+    ends = [tuple((each.speed or 0.0) / end for each in rows if (end := getattr(each, name))) for name in ("high", "low")]
+    low, high = ends if len(ends[0]) == len(rows) else ((), ())
+    return [Line(arm, x, y, colour, "plain", low, high, marked=True)]
 
 
 def _curve(report: LadderReport, arm: str, rung: tuple[int, str, int], colour: int) -> list[Line]:

@@ -17,7 +17,7 @@ import time
 import tomllib
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from multiprocessing import connection
 from pathlib import Path
 from typing import Annotated, Any
@@ -88,6 +88,9 @@ class Ladder:
     """Casts of the trained weights as `dither eval --cast` takes them, such as mxfp4: each run is evaluated after each."""
     out: str = "results"
     """Folder of the results, beside the file."""
+    speeds: dict[str, float] = field(default_factory=dict)
+    """Tokens per second of arms over those of the baseline, such as those of a larger model by `dither bench train`; without
+    them, those of the runs count."""
     config: Config
     """What all runs have in common: the other sections of the file."""
 
@@ -97,8 +100,10 @@ class Ladder:
             raise UserError('A ladder has ladder.arms, such as ["o1", "bf16-sr"], and at least one [[ladder.rungs]].')
         if twice := [name for name in self.arms if self.arms.count(name) > 1]:
             raise UserError(f"The arm {twice[0]!r} is named twice: name it once.")
-        for name in (self.base, *(name for rung in self.rungs for name in rung.arms)):
+        for name in (self.base, *self.speeds, *(name for rung in self.rungs for name in rung.arms)):
             OneOf(self.arms).check("ladder.arms", name)
+        if any(not 0 < speed < math.inf for speed in self.speeds.values()):
+            raise UserError("ladder.speeds are positive numbers: tokens per second of an arm over those of the baseline.")
         Variants(casts=self.casts)
 
     @property
@@ -423,4 +428,4 @@ def report(ladder: Ladder, out: Path) -> LadderReport:
     both = {**runs, **speed_runs(runs)}
     results, problems = open_results(both, out)
     missing = sum(name not in results or not results[name].final for name in runs)
-    return LadderReport(ladder.base, ladder.arms, tuple(results.values()), tuple(problems.values()), missing)
+    return LadderReport(ladder.base, ladder.arms, tuple(results.values()), tuple(problems.values()), missing, ladder.speeds)
