@@ -1010,7 +1010,9 @@ def test_a_level_with_overrides_is_an_option_of_its_own():
     given = options("fp8-block,fp4-block,fp4-forward")
     assert [option.name for option in given] == [*(option.name for option in options("fp8-block,fp4-block")), "fp4-forward"]
     assert given[-1].precision == RECIPES["fp4-forward"].plan.default
-    assert not given[-1].runs  # in groups of 16 with float32 scales
+    assert given[-1].runs
+    by_groups = LayerPrecision.of("e2m1 tile(16)", "e2m1 tile(16)", "e5m2 tensor", {"weight_grad": "bf16"})
+    assert not options(["fp8-block", by_groups])[-1].runs  # float32 scales of groups of 16
     assert [(option.name, option.runs) for option in options("fp8-block,fp8-block-2d")][1:] == [("fp8-block-2d", True)]
     by_hand = LayerPrecision.of("e4m3 row", "e4m3 row", "e4m3 row", {"weight_grad": "bf16"})
     assert options(["fp8-block", by_hand])[-1].name == "e4m3|bf16/e4m3/e4m3|bf16"
