@@ -10,6 +10,7 @@ from torch import Tensor
 
 import dither.ops
 from dither import Cast, UserError
+from dither.nn import functional
 from dither.ops import backend
 from dither.ops.reference import matmul as reference
 from dither.ops.reference import mx_fp8
@@ -591,3 +592,20 @@ def test_emulation_does_not_take_coarser_products(kernels) -> None:
             kernels.product(operand(x, "mxfp8"), operand(y, ""), None, torch.float32, fast=False, emulate=True, where="here")
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("text", ["mxfp6", "e3m2 tile(32) pow2"])
+def test_numbers_of_six_bits_are_those_of_their_bytes(text: str) -> None:
+    """On a GPU, FP6 is stored in E4M3; both layouts decode to the numbers of the cast."""
+    cast, x = Cast.parse(text), torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    casting = functional._casting((cast,), container(cast))
+    assert casting.container == "e4m3"
+    numbers, _, *across = torch.ops.dither.quantize_with_values(x, text, "none", "e4m3", None, None, 0, 0, None)
+    assert torch.equal(numbers.float(), dither.fake_quantize(x.float(), text, axis=1))
+    codes = functional._transformed_codes(*across, casting, 0)
+    assert torch.equal(functional.bf16_numbers(codes, casting, 64).float(), dither.fake_quantize(x.float(), text, axis=0).T)
+    stored = functional.StoredWeight(text, (64, 256), 1, torch.float32)
+    packed = dither.quantize(x.float(), text, axis=1)
+    frozen = functional._frozen_codes(functional.Codes(packed.values, packed.scale, None), casting, stored)
+    assert frozen.values.dtype == torch.float8_e4m3fn
+    assert torch.equal(functional.bf16_numbers(frozen, casting, 256).float(), packed.dequantize())
