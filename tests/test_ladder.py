@@ -129,7 +129,7 @@ def test_speed_at_equal_quality_inverts_the_planted_law():
     assert row.factor == pytest.approx(needed, rel=2e-3)
     assert row.low < row.factor < row.high
     assert row.at_equal_quality == pytest.approx(1.3 / needed, rel=2e-3)
-    assert row.how == "shared device"
+    assert row.source == "shared device"
     never = planted(difference=9.0).equal_quality[0]
     assert never.factor == float("inf")
     assert never.at_equal_quality == 0.0
@@ -140,7 +140,7 @@ def test_speeds_of_runs_alone_are_preferred():
     report = planted()
     alone = [result(arm, SIZES[0], kind="speed", tokens_per_s=speed) for arm, speed in (("o1", 10.0), ("sr", 11.0))]
     found = LadderReport("o1", ("o1", "sr"), (*report.results, *alone)).equal_quality
-    assert [each.how == "alone" for each in found] == [each.model == f"m{SIZES[0]:g}" for each in found]
+    assert [each.source == "alone" for each in found] == [each.model == f"m{SIZES[0]:g}" for each in found]
     assert found[0].speed == pytest.approx(1.1)
     assert len(found) == len(report.equal_quality)
 
@@ -154,7 +154,7 @@ def test_a_curve_is_the_mean_of_the_seeds():
 def test_given_speeds_count_before_those_of_runs():
     report = planted()
     given = LadderReport("o1", ("o1", "sr"), report.results, speeds={"sr": 1.5})
-    assert {(each.speed, each.how) for each in given.equal_quality} == {(1.5, "given")}
+    assert {(each.speed, each.source) for each in given.equal_quality} == {(1.5, "given")}
     assert "1.500 (given)" in given.markdown()
     (line,) = charts(given)["equal-quality"].lines
     assert line.y == tuple(each.at_equal_quality for each in given.equal_quality if each.tokens == 20 * each.parameters)

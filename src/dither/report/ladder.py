@@ -216,6 +216,10 @@ class RungRow:
     """Runs that have no loss, and why."""
 
 
+SpeedSource = Literal["alone", "shared device", "given"]
+"""Where a speed comes from: runs alone on the device, runs beside others, or the file of the ladder."""
+
+
 @dataclass(frozen=True)
 class EqualQuality:
     """What an arm's speed is worth on one rung, at the loss of the baseline.
@@ -235,8 +239,7 @@ class EqualQuality:
     high: float | None
     speed: float | None
     """Tokens per second over those of the baseline; None if not measured."""
-    how: Literal["alone", "shared device", "given"]
-    """Whether runs of the ladder were timed alone on the device or beside others, or the ladder gives the speed."""
+    source: SpeedSource
 
     @property
     def at_equal_quality(self) -> float | None:
@@ -344,15 +347,15 @@ class LadderReport:
 
             mean, half = row.difference.mean, row.difference.interval
             low, high = (None, None) if half is None else (factor(mean - half), factor(mean + half))
-            how: Literal["alone", "shared device", "given"] = "alone"
+            source: SpeedSource = "alone"
             own, other = alone.get((row.model, row.arm)), alone.get((row.model, self.baseline))
             if row.arm in self.speeds:
-                own, other, how = self.speeds[row.arm], 1.0, "given"
+                own, other, source = self.speeds[row.arm], 1.0, "given"
             elif own is None or other is None:
-                own, other, how = row.tokens_per_s, speeds.get((row.model, row.tokens, self.baseline)), "shared device"
+                own, other, source = row.tokens_per_s, speeds.get((row.model, row.tokens, self.baseline)), "shared device"
             speed = own / other if own and other else None
             place = row.model, row.parameters, row.tokens, row.arm
-            found.append(EqualQuality(*place, factor(mean), low, high, speed, how))
+            found.append(EqualQuality(*place, factor(mean), low, high, speed, source))
         return found
 
     # Outputs -----------------------------------------------------------------------------------------------------------
@@ -382,7 +385,7 @@ class LadderReport:
         else:
             rows = [
                 (each.model, count(each.tokens), f"`{each.arm}`", _times(each.factor, each.low, each.high),
-                 "" if each.speed is None else f"{each.speed:.3f}" + ("" if each.how == "alone" else f" ({each.how})"),
+                 "" if each.speed is None else f"{each.speed:.3f}" + ("" if each.source == "alone" else f" ({each.source})"),
                  "" if each.at_equal_quality is None else f"{each.at_equal_quality:.3f}")
                 for each in self.equal_quality
             ]  # fmt: skip
@@ -508,14 +511,14 @@ def charts(report: LadderReport) -> dict[str, LineChart]:
 
 def _worth(report: LadderReport, arm: str, colour: int) -> list[Line]:
     """Return an arm's speed at equal quality over the sizes, each with its most tokens, with 95 % confidence intervals."""
-    last = {each.parameters: each for each in report.equal_quality if each.arm == arm and each.speed is not None}
-    if not last:
-        return []
-    rows = [each for _, each in sorted(last.items())]
-    x, y = {"parameters": tuple(float(each.parameters) for each in rows)}, tuple(each.at_equal_quality or 0.0 for each in rows)
-    ends = [tuple((each.speed or 0.0) / end for each in rows if (end := getattr(each, name))) for name in ("high", "low")]
-    low, high = ends if len(ends[0]) == len(rows) else ((), ())
-    return [Line(arm, x, y, colour, "plain", low, high, marked=True)]
+    found = [each for each in report.equal_quality if each.arm == arm]
+    last = {each.parameters: (each.speed, each) for each in found if each.speed is not None}
+    rows = [last[parameters] for parameters in sorted(last)]
+    low = tuple(speed / each.high for speed, each in rows if each.high is not None)
+    high = tuple(speed / each.low for speed, each in rows if each.low is not None)
+    low, high = (low, high) if len(low) == len(rows) else ((), ())  # sizes with a single seed have no interval
+    x, y = {"parameters": tuple(map(float, sorted(last)))}, tuple(speed / each.factor for speed, each in rows)
+    return [Line(arm, x, y, colour, "plain", low, high, marked=True)] if rows else []
 
 
 def _curve(report: LadderReport, arm: str, rung: tuple[int, str, int], colour: int) -> list[Line]:

@@ -223,7 +223,7 @@ SAVINGS = (
     ),
     Saving({"parallel.checkpointing": "full"}, "a quarter of the speed (8B on an H200), and the same numbers"),
     Saving({"optim.states_on": "host"}, "the same numbers"),
-    Saving({"precision.weights": "fp8"}, "weights have 4 significant bits and noise; the effect on losses was not measured"),
+    Saving({"precision.weights": "fp8"}, "weights have 4 significant bits and noise, which small models may pay for"),
     Saving({"precision.states": "dynamic4"}, "states of 4 bits; the effect on losses was not measured"),
 )
 """In the order in which they cost speed, and then quality; each in addition to those before it. See `_by_cost`."""

@@ -278,8 +278,8 @@ def _dequantize_launch(
 REGISTERS = 80
 """Registers per thread if six programs of four warps share a multiprocessor. Kernels that draw random bits need more."""
 
-TWICE_CAST = 168
-"""Registers per thread of casts that try two scales: three programs at once. With fewer, most of their numbers are spilled."""
+MORE_REGISTERS = 168
+"""Registers per thread of casts that try two scales: three programs run at once. With fewer, most numbers are spilled."""
 
 LONGEST_ROW = 16384
 """Rows up to this length are held by one program, which then need not read them a second time for their scale."""
@@ -743,7 +743,7 @@ def _one_launch(
         },
         bits=scale_codes if fake else (1, *scale_codes),
         num_warps=warps,
-        maxnreg=None if drawn[0] or warps != 4 else TWICE_CAST if cast.scaling.kind == "four_over_six" else REGISTERS,
+        maxnreg=None if drawn[0] or warps != 4 else MORE_REGISTERS if cast.scaling.kind == "four_over_six" else REGISTERS,
         **launch_options(cast),
     )
 

@@ -187,8 +187,8 @@ def squared_error(
 def span_sums(x, P: tl.constexpr, Q: tl.constexpr, N: tl.constexpr, GQ: tl.constexpr):
     """Return the sums of each N values of the lines of x [P, Q], [P, Q / N]: neighbours are added until one number remains.
 
-    Groups of GQ lie in one thread, which adds them without moving any. Later, each reduction adds two numbers, so that no order
-    is left to the compiler.
+    Groups of GQ are split, which moves nothing where a group lies in one thread. Later, each reduction adds two numbers. So no
+    order is left to the compiler.
     """
     for i in tl.static_range(7):  # N is at most 128
         if GQ >> i > 1:
