@@ -1,6 +1,7 @@
 """Lightning's Trainer and Fabric train converted models: the bits of an own loop, also after a resume."""
 
 import functools
+import importlib
 import sys
 
 import pytest
@@ -165,6 +166,7 @@ def test_an_error_in_fabric_leaves_no_step_open():
 
 
 def test_a_missing_library_is_named(monkeypatch):
+    importlib.import_module("dither.integrations.lightning")
     monkeypatch.setitem(sys.modules, "lightning.fabric.plugins.precision", None)
     monkeypatch.delitem(sys.modules, "dither.integrations.lightning")
     with pytest.raises(UserError, match=r"dither\[lightning\]"):

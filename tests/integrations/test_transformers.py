@@ -1,6 +1,7 @@
 """Hugging Face's Trainer and accelerate's loops train converted models: steps, checkpoints, resumption, logs, clean folders."""
 
 import contextlib
+import importlib
 import io
 import json
 import shutil
@@ -397,6 +398,7 @@ def test_optimizer_steps_need_an_accelerator():
 
 
 def test_a_missing_library_is_named(monkeypatch):
+    importlib.import_module("dither.integrations.transformers")
     monkeypatch.setitem(sys.modules, "accelerate", None)
     monkeypatch.delitem(sys.modules, "dither.integrations.transformers")
     with pytest.raises(UserError, match=r"dither\[hf\]"):
