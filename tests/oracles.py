@@ -424,6 +424,7 @@ def adamw_constants(
         "size": f(lr) / left1 * f(2.0**-48),
         "root": f(1) / np.sqrt(left2),
         "eps": f(eps),
+        "feedback": f(1 - betas[0]) / f(betas[0]) / (f(lr) / left1),
     }
 
 

@@ -465,11 +465,14 @@ def updates() -> list[Update]:
     states = [pair for pair in states if pair[0] not in ("fp32", *MAPS) or pair[1] == "nearest"]
     kinds = [(weights, "") for weights in ("stochastic", "nearest", "kahan")] + [("nearest", master) for master in MASTERS]
     pairs = [(kind, state) for kind in kinds for state in states if kind[1] != "split" or state[0] in WHOLE]
-    return [Update(weights, name, how, 32, master) for (weights, master), (name, how) in pairs]
+    found = [Update(weights, name, how, 32, master) for (weights, master), (name, how) in pairs]
+    fed = [(weights, *state) for weights in ("stochastic", "nearest") for state in states]
+    return found + [Update(weights, name, how, 32, error_feedback=True) for weights, name, how in fed]
 
 
 def name_of(update: Update) -> str:
-    return f"{f'master {update.master}' if update.master else update.weights}-{update.states}-{update.state_rounding}"
+    weights = f"master {update.master}" if update.master else update.weights + " fed back" * update.error_feedback
+    return f"{weights}-{update.states}-{update.state_rounding}"
 
 
 def _placed(x: Tensor, shift: int) -> Tensor:

@@ -77,6 +77,10 @@ MODES = [
     (*states, weights, dtype)
     for states, weights, dtype in itertools.product(STATES, ["stochastic", "nearest", "kahan", "master"], DTYPES)
 ]
+MODES += [
+    (*states, f"{weights}, fed back", dtype)
+    for states, weights, dtype in itertools.product(STATES, ["stochastic", "nearest"], ["bf16", "fp16"])
+]
 
 
 @pytest.mark.sampled(cover=2)
@@ -87,7 +91,9 @@ def test_steps_of_every_mode_are_those_of_numpy_bit_for_bit(states: str, roundin
     """Three steps, each exactly rounded operation written out; roundings by gfloat, random bits by randomgen."""
     parameter = parameters({NAME: (ROWS, COLUMNS)}, DTYPES[dtype], 3)[NAME]
     options = {"lr": 0.02, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    storage = {"master": "fp32", "weights": "nearest"} if weights == "master" else {"weights": weights}
+    fed = weights.endswith("fed back")
+    weights = weights.removesuffix(", fed back")
+    storage = {"master": "fp32", "weights": "nearest"} if weights == "master" else {"weights": weights, "error_feedback": fed}
     optimizer = dither.optim.AdamW(
         [(NAME, parameter)], states=states, state_rounding=rounding, block=BLOCK, seed=SEED, **storage, **options
     )
@@ -110,7 +116,10 @@ def test_steps_of_every_mode_are_those_of_numpy_bit_for_bit(states: str, roundin
             extra, w = oracles.stored(change - (new - w), dtype), new
         else:
             drawn = random_bits("optimizer weight", step) if weights == "stochastic" else None
-            w = oracles.stored(w * c["decay"] - move, dtype, drawn)
+            wide = w * c["decay"] - move
+            w = oracles.stored(wide, dtype, drawn)
+            if fed:
+                m = m - (wide - w) * (np.sqrt(v) * c["root"] + c["eps"]) * c["feedback"]
         assert not oracles.mismatches(parameter.detach().float().numpy(), w).any()
 
         state = optimizer.state[parameter]
@@ -129,6 +138,48 @@ def test_steps_of_every_mode_are_those_of_numpy_bit_for_bit(states: str, roundin
         for key in ("master", "remainder"):
             if key in state:
                 assert not oracles.mismatches(state[key].float().numpy(), extra).any()
+
+
+@pytest.mark.parametrize(("stored", "spacing"), [("bf16", 2.0**-8), ("e4m3", 2.0**-4)])
+def test_error_feedback_makes_up_for_rounding_to_nearest(stored: str, spacing: float) -> None:
+    """Steps are a 40th of the spacing below 1. To nearest, weights stand still; with feedback they follow float32 ones.
+
+    A tenth of what was lost is made up for in the next step, so that up to five spacings wait until the sum rounds away from 1.
+    """
+    steps, lr, weights = 320, spacing / 40, []
+    for feedback in (None, False, True):
+        net = nn.Sequential(dither.nn.Linear(16, 16, bias=False, precision=dither.recipe("fp8-current").default, name="0"))
+        nn.init.constant_(net[0].weight, 1.0)
+        if feedback is not None and stored == "bf16":
+            net.bfloat16()
+        elif feedback is not None:
+            dither.nn.store_weights(net, torch.float32)
+        options = {} if feedback is None else {"weights": "nearest", "error_feedback": feedback}
+        optimizer = dither.optim.AdamW(net.named_parameters(), lr, weight_decay=0.0, states="fp32", **options)
+        (parameter,) = net.parameters()
+        for _ in range(steps):
+            parameter.grad = torch.ones(16, 16, dtype=parameter.dtype)
+            optimizer.step()
+        weights.append(net[0].weight.detach().float())
+    wide, alone, fed = weights
+    assert float(wide.mean()) == pytest.approx(1 - steps * lr, rel=1e-4)
+    assert bool((alone == 1).all())
+    assert float((fed - wide).abs().max()) < 6 * spacing
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "words"),
+    [
+        ({"error_feedback": 1}, torch.bfloat16, "error_feedback is True or False"),
+        ({}, torch.float32, "all parameters are float32"),
+        ({"weights": "kahan"}, torch.bfloat16, "weights='kahan' keeps it"),
+        ({"master": "split24"}, torch.bfloat16, "master='split24' keeps it"),
+        ({"share": {"w": Role.rows_each(1)}}, torch.bfloat16, "neither Adam-mini nor the matrices of Muon"),
+    ],
+)
+def test_error_feedback_that_could_not_work_is_refused(options: dict[str, object], dtype: torch.dtype, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        dither.optim.AdamW([("w", torch.zeros(4, 4, dtype=dtype))], **{"error_feedback": True, **options})
 
 
 def test_second_moments_that_overflow_give_nan_and_not_a_weight_that_stands_still() -> None:

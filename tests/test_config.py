@@ -246,6 +246,8 @@ MISTAKES = [
     ("[loss_scaling]\nbackoff_factor = 2", "loss_scaling.backoff_factor is a number above 0 and below 1"),
     ("[loss_scaling]\ninitial_scale = 2", r"\[loss_scaling\] has no key 'initial_scale'"),
     ("[precision]\nstates = 'dynamic8'\n[optim]\noptimizer = 'adam-mini'", "adam-mini"),
+    ("[precision]\nmode = 'o2'\n[optim]\nerror_feedback = true", "optim.error_feedback=true.*use the mode bf16-sr or bf16-rn"),
+    ("[precision]\nmode = 'bf16-sr'\n[optim]\nerror_feedback = true\noptimizer = 'muon'", "optim.optimizer='muon' are set"),
     ("[precision]\nsampling = 1", r"\[precision.sampling\] is a section"),
     ("[precision.sampling]\nnois = 'uniform'", "did you mean 'noise'"),
     ("[precision.sampling]\nnoise = 'pink'", r"In \[precision.sampling\]: sampling.noise is one of"),

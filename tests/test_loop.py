@@ -85,7 +85,10 @@ KINDS = {
     "sampled": ["precision.sampling.guidance=[{kind='bitwidth_loss', weight=0.1}]"],
     "bf16-sr": ["precision.mode=bf16-sr", *TINY],
     "8-bit states": ["precision.states=dynamic8", "optim.schedule=wsd"],
-    "fp8 weights": ["precision.weights=fp8", "precision.recipe=fp8-current", "precision.states=dynamic4", *TINY],
+    "fp8 weights": [
+        *("precision.weights=fp8", "precision.recipe=fp8-current", "precision.states=dynamic4", *TINY),
+        "optim.error_feedback=true",
+    ],
     "adam-mini": ["optim.optimizer=adam-mini", "model.preset=tiny"],
     "muon": [
         *("optim.optimizer=muon", "muon.embedding_lr=0.01", "muon.matrix_decay=0.3", "monitor.every=2"),

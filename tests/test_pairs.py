@@ -541,19 +541,21 @@ def test_adamw(number: int, share: int, device: str) -> None:
     update = SOME[number]
     sizes = [size for size in RAGGED if not update.in_blocks or size.column % 32 == 0]
     special = SPECIAL_GRADIENTS if number % 2 else ()
-    dtype = torch.bfloat16 if update.master.startswith("split") else DTYPES[number % 3]
+    dtype = torch.bfloat16 if update.master.startswith("split") or update.error_feedback else DTYPES[number % 3]
     assert pairs.check_adamw(sizes[number % 2 :: share], dtype, update, device, special=special) == 0
 
 
 @pytest.mark.usefixtures("short_programs")
+@pytest.mark.parametrize("error_feedback", [False, True])
 @pytest.mark.parametrize(
     ("block", "states", "weights"), [(0, "bf16", "stochastic"), (32, "dynamic4", "stochastic"), (128, "companded8", "nearest")]
 )
-def test_adamw_of_weights_in_codes(block: int, states: str, weights: str, device: str) -> None:
+def test_adamw_of_weights_in_codes(block: int, states: str, weights: str, error_feedback: bool, device: str) -> None:
     """Squares that rows and columns end in, tiles that run over rows, groups of zeros, and a gradient that is not finite."""
     sizes = [pairs.Size(34, 96, block=block), pairs.Size(33, 40, block=block), pairs.Size(2, 129, block=block)]
     special = (torch.inf,) if weights == "nearest" else ()
-    assert pairs.check_adamw(sizes, torch.bfloat16, Update(weights, states, block=32), device, special=special) == 0
+    update = Update(weights, states, block=32, error_feedback=error_feedback)
+    assert pairs.check_adamw(sizes, torch.bfloat16, update, device, special=special) == 0
 
 
 @pytest.mark.usefixtures("short_programs")

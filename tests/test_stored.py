@@ -140,30 +140,34 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> flo
     return float(loss.detach())
 
 
-def optimizer_of(net: nn.Module) -> dither.optim.AdamW:
-    return dither.optim.AdamW(net.named_parameters(), lr=1e-2, states="dynamic4", block=16, nonfinite="skip")
+def optimizer_of(net: nn.Module, error_feedback: bool = False) -> dither.optim.AdamW:
+    options = {"states": "dynamic4", "block": 16, "nonfinite": "skip", "error_feedback": error_feedback}
+    return dither.optim.AdamW(net.named_parameters(), lr=1e-2, **options)
 
 
-def test_training_resumed_and_released_has_the_same_bits() -> None:
+@pytest.mark.parametrize("feedback", [False, True])
+def test_training_resumed_and_released_has_the_same_bits(feedback: bool) -> None:
     straight = model()
     first, last = (
-        train(straight, optimizer, steps) for optimizer in [optimizer_of(straight)] for steps in (range(3), range(3, 9))
+        train(straight, optimizer, steps)
+        for optimizer in [optimizer_of(straight, feedback)]
+        for steps in (range(3), range(3, 9))
     )
     assert last < 0.9 * first
     codes = {name: tensor.view(torch.uint8) for name, tensor in straight.state_dict().items() if name.endswith("codes")}
     assert len(codes) == 2
 
     released = model()
-    optimizer = optimizer_of(released)
+    optimizer = optimizer_of(released, feedback)
     dither.optim.release_gradients(released, optimizer)
     train(released, optimizer, range(9))
 
     half = model()
-    optimizer = optimizer_of(half)
+    optimizer = optimizer_of(half, feedback)
     train(half, optimizer, range(4))
     tensors, plain = pack(half, optimizer, step=4)
     resumed = model(seed=9)
-    again = optimizer_of(resumed)
+    again = optimizer_of(resumed, feedback)
     unpack(resumed, again, {name: tensor.clone() for name, tensor in tensors.items()}, plain)
     train(resumed, again, range(4, 9))
     copied = copy.deepcopy(half)

@@ -95,6 +95,7 @@ class AdamW(Optimizer):
         block: int = 128,
         min_8bit_size: int = 0,
         master: str | None = None,
+        error_feedback: bool = False,
         share: Mapping[str, Role] | None = None,
         max_norm: float | None = None,
         nonfinite: str | None = None,
@@ -122,6 +123,8 @@ class AdamW(Optimizer):
         min_8bit_size: parameters with fewer elements keep fp32 moments instead of those of 8 or 4 bits.
         master: "fp32" keeps float32 weights as a state and rounds them to the parameters (mixed precision O2). "split" keeps
             the same numbers as bfloat16 parameters and 16 more bits, "split24" 24-bit numbers as parameters and 8 more bits.
+        error_feedback: subtract what the rounding of a weight loses from its first moment, so that the next updates make up for
+            it (ECO), with 16-bit weights or weights in FP8 codes, rounded stochastically or to nearest.
         share: roles of the parameters by name, such as `dither.optim.roles(model)`: rows then share second moments (Adam-mini).
         max_norm: clip the norm of all gradients together to this value, in the same pass.
         nonfinite: what to do if a gradient holds NaN or Inf. "raise" (the default) names the tensor; it waits for the device
@@ -168,10 +171,16 @@ class AdamW(Optimizer):
             "block": block,
             "min_8bit_size": min_8bit_size,
             "master": master,
+            "error_feedback": error_feedback,
             "seed": seed,
             **self.own_options,
         }
         super().__init__(_listed(params), defaults)
+        if error_feedback and not any(member.update.error_feedback for member in members_of(self.param_groups, self.share)):
+            raise UserError(
+                "error_feedback=True makes up for the rounding of weights, and all parameters are float32: leave it out, or "
+                "use 16-bit parameters or dither.nn.store_weights."
+            )
 
     @property
     def state(self) -> defaultdict[Any, State]:

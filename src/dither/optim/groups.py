@@ -43,7 +43,7 @@ IMPLEMENTATIONS = ("foreach", "fused", "capturable")
 MUON = ("nesterov", "ns_coefficients", "ns_steps", "ns_dtype", "adjust_lr_fn", "transposed")
 """Options of Muon's groups beside `use_muon` and numbers."""
 
-WATCHED = (*MEANING, *MUON, "maximize", "amsgrad", "differentiable", "bf16_stochastic_round")
+WATCHED = (*MEANING, *MUON, "error_feedback", "maximize", "amsgrad", "differentiable", "bf16_stochastic_round")
 """Options that a step compares with the last one's, to notice an edited group."""
 
 PREVIOUS = "previous_squares"
@@ -168,6 +168,11 @@ class Member:
                         + f" at multiples of {update.block}; states='bf16' has no blocks, and min_8bit_size="
                         f"{parameter.numel() + 1} gives fp32 moments to parameters of this size."
                     )
+        if self.group["error_feedback"] and (self.muon or self.role is not None):
+            raise UserError(
+                "error_feedback=True is for AdamW with a second moment per weight, which neither Adam-mini nor the matrices of "
+                "Muon have: leave it out."
+            )
         if self.role is not None:
             self._check_role()
         if self.muon and parameter.dim() not in (2, 3):
@@ -215,8 +220,8 @@ def members_of(groups: Sequence[dict[str, Any]], share: Mapping[str, Role] | Non
 def update_of(group: Mapping[str, Any], parameter: Tensor) -> Update:
     """Return the update that a group's options mean for a parameter."""
     small = parameter.dim() < 2 or parameter.numel() < group["min_8bit_size"]
-    options = [group[key] for key in ("weights", "states", "state_rounding", "block", "master")]
-    return update_for(*options, parameter.dtype, small)
+    options = [group[key] for key in ("weights", "states", "state_rounding", "block", "master", "error_feedback")]
+    return update_for(*options, parameter.dtype, small, coded_of(parameter) is not None)
 
 
 # Options --------------------------------------------------------------------------------------------------------------
@@ -229,22 +234,24 @@ def update_for(
     state_rounding: str | None,
     block: int,
     master: str | None,
+    error_feedback: bool,
     dtype: torch.dtype,
     small: bool,
+    coded: bool,
 ) -> Update:
-    """Return the update that a group's options mean for a parameter of `dtype`.
+    """Return the update that a group's options mean for a parameter of `dtype`, or one that is stored as codes (`coded`).
 
     A `small` parameter (a norm, a bias) has fp32 moments where others have 8-bit ones.
 
-    >>> update_for("stochastic", None, None, 128, None, torch.bfloat16, False).states
+    >>> update_for("stochastic", None, None, 128, None, False, torch.bfloat16, False, False).states
     'bf16'
     """
     chosen = states or ("fp32" if dtype == torch.float32 else "bf16")
-    update = Update(weights, chosen, state_rounding or "", block, master or "")  # type: ignore[arg-type]
-    if dtype == torch.float32 and update.master != "fp32":  # nothing to split
-        update = Update(update.weights, update.states, update.state_rounding, update.block)
+    update = Update(weights, chosen, state_rounding or "", block, master or "", error_feedback)  # type: ignore[arg-type]
+    if dtype == torch.float32 and update.master != "fp32":  # nothing to split, and nothing to round without codes
+        update = replace(update, master="", error_feedback=error_feedback and coded)
     # Norms and biases are small and sensitive, and FSDP may split them anywhere.
-    return Update(update.weights, "fp32", "", update.block, update.master) if update.in_blocks and small else update
+    return replace(update, states="fp32", state_rounding="") if update.in_blocks and small else update
 
 
 def rounding_of(weights: str | None, bf16_stochastic_round: bool | None, master: str | None = None) -> str | None:
@@ -292,6 +299,8 @@ def check_group(group: Mapping[str, Any], *, wait: bool = True) -> None:
     least = group["min_8bit_size"]
     if not isinstance(least, int) or isinstance(least, bool) or least < 0:
         raise UserError(f"min_8bit_size is a number of elements from 0 on, not {least!r}.")
+    if not isinstance(group["error_feedback"], bool):
+        raise UserError(f"error_feedback is True or False, not {group['error_feedback']!r}.")
     Stream(group["seed"], "", "")  # raises if the seed is invalid
     if not group["params"]:
         raise UserError("A parameter group is empty.")

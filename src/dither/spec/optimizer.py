@@ -59,6 +59,8 @@ class Update:
     master: Literal["", "fp32", "split", "split24"] = ""
     """Master weights, of which the parameter is the nearest value: none, float32 (mixed precision O2), float32 split into the
     bfloat16 parameter and 16 more bits, or 24 bits split into the parameter and 8 more; see `dither.ops.reference.adamw`."""
+    error_feedback: bool = False
+    """Subtract what the rounding of a weight loses from its first moment, so that the next updates make up for it."""
 
     format: Format | None = field(init=False, repr=False, compare=False)
     """`states`, parsed; None for the maps, which are no formats."""
@@ -85,6 +87,9 @@ class Update:
             raise UserError(
                 f"weights='kahan' keeps what a rounding loses, and so does master={self.master!r}: choose one of them."
             )
+        if self.error_feedback and (self.master or self.weights == "kahan"):
+            keeps = f"master={self.master!r}" if self.master else "weights='kahan'"
+            raise UserError(f"error_feedback=True returns what a rounding loses, and {keeps} keeps it: choose one of them.")
         if self.master == "split" and self.in_blocks:
             raise UserError(
                 f"master='split' keeps one bit in the sign of the second moment, which states={self.states!r} do not have: "
@@ -157,11 +162,14 @@ SLOTS = 8
 """Groups of STREAMED weights with room on the device: two blocks of an 8B model, one on its way in and one on its way out. Two
 groups if a parameter has more weights and is not divided."""
 
+LEAST_SIZE = 2.0**-108
+"""Error feedback divides by the size of a step, unless that is below this: a learning rate below 2^-60."""
+
 HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "active", "sign")
 """Columns of the hyperparameters, float64, one row per parameter. `active` is 1 if the parameter has a gradient in this step,
 else 0; `sign` is 1, or -1 to maximize. For Muon's matrices `beta2` is the momentum, and `beta1` is 0."""
 
-CONSTANTS = ("scale", "beta1", "rest1", "beta2", "rest2", "decay", "shrink", "size", "root", "eps")
+CONSTANTS = ("scale", "beta1", "rest1", "beta2", "rest2", "decay", "shrink", "size", "root", "eps", "feedback")
 """Columns of the constants of a step, float32, one row per row of hyperparameters; t is the number of the step.
 
     scale     sign * clipping factor / loss scale: what a gradient is multiplied by
@@ -170,5 +178,6 @@ CONSTANTS = ("scale", "beta1", "rest1", "beta2", "rest2", "decay", "shrink", "si
     size      2^-48 lr / (1 - beta1^t), for Muon's matrices times the scale of their updates (`ADJUST_LR`)
     root      1 / sqrt(1 - beta2^t)
     eps       eps
+    feedback  (1 - beta1) / beta1 / (2^48 size), of error feedback; 0 if beta1 is 0, or size below `LEAST_SIZE`
 
 `dither.ops.reference.adamw` has the update in these terms."""

@@ -52,6 +52,9 @@ RECIPE_NAMES: Mapping[str, object] = ChainMap({AUTO: None}, NAMES)  # type: igno
 
 Beta = Annotated[float, Within(0, 1, open_above=True)]
 
+FED_BACK = ("bf16-sr", "bf16-rn")
+"""The modes whose optimizers lose what the rounding of weights loses, unless optim.error_feedback is set."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Optim:
@@ -75,6 +78,8 @@ class Optim:
     """Update each block in the backward pass and free its gradients: see docs/optimizers.md for what this needs."""
     clip_norm: Literal["current", "previous"] = "current"
     """The norm that max_norm limits: that of the step's gradients, or with release_gradients that of the previous step's."""
+    error_feedback: bool = False
+    """Make up for the rounding of weights by the next updates (ECO): for bf16-sr, with BF16 or FP8 weights, and bf16-rn."""
     states_on: Literal["device", "host"] = "device"
     """Memory of the optimizer's states: the device's, or host memory, from which they are copied for each update; same bits."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
@@ -751,6 +756,12 @@ class Config:
             raise UserError(
                 f"optim.release_gradients does not go with precision.mode={self.precision.mode!r}, which scales losses: an "
                 "overflow is known after the backward pass; use a bfloat16 mode."
+            )
+        if self.optim.error_feedback and (self.precision.mode not in FED_BACK or self.optim.optimizer != "adamw"):
+            raise UserError(
+                "optim.error_feedback=true makes up for the rounding of AdamW's BF16 or FP8 weights, and "
+                f"precision.mode={self.precision.mode!r} and optim.optimizer={self.optim.optimizer!r} are set: use the mode "
+                f"{' or '.join(FED_BACK)}, and adamw."
             )
         if self.optim.optimizer == "adam-mini" and self.precision.states not in (None, "fp32", "bf16"):
             raise UserError(

@@ -616,6 +616,7 @@ def _training(config: Config, model: CausalLM, adam_roles: Mapping[str, Role] | 
         seed=config.run.seed,
         release=config.optim.release_gradients,
         clip_norm="previous" if config.optim.clip_norm == "previous" else None,
+        error_feedback=config.optim.error_feedback,
         states_on=config.optim.states_on,
         **({} if config.precision.states is None else {"states": config.precision.states}),
     )

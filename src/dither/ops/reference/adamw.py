@@ -37,6 +37,14 @@ NaN has low = 0, so it stays NaN.
 
 Weights may also be E4M3 codes with scales, of which there is no wider copy: `dither.ops.reference.weight_codes` has their
 rounding.
+
+Error feedback (ECO, arXiv 2601.22101) changes the first moment once more, after a weight w was rounded to q:
+
+    m = m - feedback * ((w - q) * (sqrt(v) * root + eps))        feedback = (1 - beta1) / beta1 * (1 - beta1^t) / lr
+
+While the moment decays, the part that was added moves the weight by w - q in all: in the next step by
+lr / (1 - beta1^t) * beta1 / (sqrt(v) * root + eps) times that part, which is (1 - beta1) (w - q), and by beta1 times as much in
+each step after it. So nothing is lost as long as rates and second moments stay the same, and no memory is needed.
 """
 
 import math
@@ -54,7 +62,7 @@ from dither.ops.reference import philox, rounding, state_maps, weight_codes
 from dither.ops.reference import scales as scaling
 from dither.spec import Rounding, Scale
 from dither.spec.formats import TABLE, Format
-from dither.spec.optimizer import BITS, CONSTANTS, ODD_FACTOR, Update
+from dither.spec.optimizer import BITS, CONSTANTS, LEAST_SIZE, ODD_FACTOR, Update
 from dither.spec.random import Draw
 
 LOW = {"split": torch.int16, "split24": torch.int8}
@@ -186,7 +194,7 @@ def prepare(
     loss_scale, found_inf: 0-d float32, as `torch.amp.GradScaler` sets them, or None.
     max_norm: the norm to clip to; 0 does not clip.
 
-    The results are constants (float32[rows, 10], see `dither.spec.optimizer.CONSTANTS`), norm (0-d float32, divided by the loss
+    The results are constants (float32[rows, 11], see `dither.spec.optimizer.CONSTANTS`), norm (0-d float32, divided by the loss
     scale and before clipping; 0 without `squares`) and skip (0-d int32). A step is skipped (skip is 1) if `squares` is not
     finite, if `found_inf` is not 0, or if an active row has a negative or infinite lr or a beta outside [0, 1). Numbers on a
     device are checked here, where it costs nothing.
@@ -212,6 +220,9 @@ def prepare(
     rest1, rest2 = (1 - _power(torch.stack([beta1, beta2]), t)).float()
     size = torch.div(lr.float(), rest1) * 2.0**-48
     root = _sqrt(rest2)
+    pays = (beta1 > 0) & (size >= LEAST_SIZE)
+    ratio = torch.div((1 - beta1).float(), torch.where(pays, beta1, 1.0).float())
+    feedback = torch.where(pays, torch.div(ratio, torch.where(pays, size, 1.0) * 2.0**48), 0.0)
     columns = [
         factor * sign.float(),
         beta1,
@@ -223,6 +234,7 @@ def prepare(
         size,
         torch.div(torch.ones_like(root), root),
         eps,
+        feedback,
     ]
     return torch.stack([column.float() for column in columns], dim=1), norm, skip
 
@@ -262,7 +274,7 @@ class Batch:
     def step(self, grads: Sequence[Tensor], constants: Tensor, step: Tensor, skip: Tensor) -> None:
         """Take one AdamW step with `grads` (contiguous, in the shapes of the weights), unless `skip` is 1.
 
-        constants: float32[rows, 10], from `prepare`. step: 0-d int64, which random bits depend on. skip: 0-d int32.
+        constants: float32[rows, 11], from `prepare`. step: 0-d int64, which random bits depend on. skip: 0-d int32.
         """
         if bool(skip):
             return
@@ -296,7 +308,10 @@ class Batch:
         columns = piece.w.shape[-1]
         m = load_state(piece.m, piece.m_scale, update, True, columns).mul_(c["beta1"]).add_(g * c["rest1"])
         v = load_state(piece.v, piece.v_scale, update, False, columns).mul_(c["beta2"]).add_(g.mul_(g).mul_(c["rest2"]))
-        tie = _move(piece, _direction(m, v, c), c, step, update)
+        divisor = _divisor(v, c)
+        lost, tie = _move(piece, _direction(m, v, divisor), c, step, update)
+        if lost is not None:
+            m.sub_(lost.mul_(divisor).mul_(c["feedback"]))
         v = v if tie is None else torch.where(tie, -v, v)
         random = _random(piece, step, piece.keys[1]) if update.draws_states else None
         _store(piece.m, piece.m_scale, m, update, True, random)
@@ -357,7 +372,8 @@ class MiniBatch(Batch):
             run = (torch.arange(grad.shape[0], device=grad.device) + piece.lead) // piece.run
             m = load_state(piece.m, None, self.update, True, piece.w.shape[-1])
             m = m.mul_(c["beta1"]).add_((grad.float() * c["scale"]).mul_(c["rest1"]))
-            _move(piece, _direction(m, piece.v[run][:, None], c), c, step, self.update)
+            v = piece.v[run][:, None]
+            _move(piece, _direction(m, v, _divisor(v, c)), c, step, self.update)
             random = _random(piece, step, piece.keys[1]) if self.update.draws_states else None
             _store(piece.m, None, m, self.update, True, random)
 
@@ -398,9 +414,13 @@ def second_moment(v: Tensor, sums: Tensor, share: Tensor, constants: Tensor) -> 
     return c["beta2"] * v + c["rest2"] * (mean * (factor * factor)).float()
 
 
-def _direction(m: Tensor, v: Tensor, c: dict[str, Tensor]) -> Tensor:
-    """Return 2^48 m / (sqrt(v) * root + eps); 0 if its magnitude is below 2^-100, NaN if it or v is infinite."""
-    divisor = _sqrt(v).mul_(c["root"]).add_(c["eps"])
+def _divisor(v: Tensor, c: dict[str, Tensor]) -> Tensor:
+    """Return sqrt(v) * root + eps."""
+    return _sqrt(v).mul_(c["root"]).add_(c["eps"])
+
+
+def _direction(m: Tensor, v: Tensor, divisor: Tensor) -> Tensor:
+    """Return 2^48 m / divisor; 0 if its magnitude is below 2^-100, NaN if it or v is infinite."""
     quotient = (m * 2.0**48).div_(divisor)
     if math.isfinite(float(divisor.sum())) and math.isfinite(float(quotient.sum())):  # so are all of their elements
         return torch.nn.functional.hardshrink(quotient, LARGEST_FLUSHED)
@@ -430,12 +450,15 @@ def _sqrt(x: Tensor) -> Tensor:
     return x.double().sqrt().float()
 
 
-def _move(piece: Piece, direction: Tensor, c: dict[str, Tensor], step: Tensor, update: Update) -> Tensor | None:
+def _move(
+    piece: Piece, direction: Tensor, c: dict[str, Tensor], step: Tensor, update: Update
+) -> tuple[Tensor | None, Tensor | None]:
     """Move the weights along `direction`, 2^48 m / (sqrt(v) * root + eps), and round them as `update` says.
 
-    Return which masters are ties, bool, if they are split: the sign of the second moment keeps that.
+    Return what the rounding lost, float32, for error feedback; and which masters are ties, bool, if they are split: the sign of
+    the second moment keeps that.
     """
-    move = direction.mul_(c["size"])
+    move, lost = direction.mul_(c["size"]), None
     if piece.coded:
         assert piece.extra is not None
         drawn = _random(piece, step, piece.keys[0], 32) if update.weights == "stochastic" else None
@@ -443,7 +466,7 @@ def _move(piece: Piece, direction: Tensor, c: dict[str, Tensor], step: Tensor, u
         codes, scale = weight_codes.encode(w, piece.block, drawn)
         piece.w.copy_(codes)
         piece.extra.copy_(scale)
-        return None
+        return (w.sub_(weight_codes.decode(codes, scale, piece.block)) if update.error_feedback else None), None
     format = FORMATS[piece.w.dtype]
     if update.master in LOW:
         assert piece.extra is not None
@@ -455,7 +478,7 @@ def _move(piece: Piece, direction: Tensor, c: dict[str, Tensor], step: Tensor, u
             w, low, tie = split(master * c["decay"] - move)
         piece.w.copy_(w)
         piece.extra.copy_(low)
-        return tie
+        return None, tie
     if update.master:
         assert piece.extra is not None
         master = piece.extra * c["decay"] - move
@@ -477,7 +500,8 @@ def _move(piece: Piece, direction: Tensor, c: dict[str, Tensor], step: Tensor, u
         random = _random(piece, step, piece.keys[0]) if stochastic else None
         rule = Rounding("stochastic", BITS) if stochastic else Rounding("nearest")
         piece.w.copy_(rounding.round_values(w, format, rule, False, random))
-    return None
+        lost = w.sub_(piece.w) if update.error_feedback else None
+    return lost, None
 
 
 def _nearest(x: Tensor, format: Format) -> Tensor:

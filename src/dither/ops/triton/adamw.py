@@ -30,6 +30,7 @@ from dither.ops.triton.adamw_tables import (
     BETA2,
     DECAY,
     EPS,
+    FEEDBACK,
     HYPER_ACTIVE,
     HYPER_BETA1,
     HYPER_BETA2,
@@ -51,7 +52,7 @@ from dither.ops.triton.rounding import RoundingConstants, fields
 from dither.ops.triton.scales import Scaling, scaling_fields
 from dither.ops.triton.weight_codes import RUN
 from dither.spec import Cast
-from dither.spec.optimizer import BITS, CONSTANTS, MAPS, Update
+from dither.spec.optimizer import BITS, CONSTANTS, LEAST_SIZE, MAPS, Update
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,9 @@ SQUARES = 1024
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.uint8: tl.uint8}
 TYPES |= {torch.int16: tl.int16, torch.int8: tl.int8, torch.float8_e4m3fn: tl.uint8}
 INTEGERS = {4: tl.int32, 2: tl.int16, 1: tl.uint8}
+
+
+LEAST = tl.constexpr(LEAST_SIZE)
 
 
 @triton.jit
@@ -149,9 +153,13 @@ def _prepare_kernel(
     tl.store(out + REST2, (1 - beta2).to(tl.float32), mask=inside)
     tl.store(out + DECAY, (1 - shrink).to(tl.float32), mask=inside)
     tl.store(out + SHRINK, shrink.to(tl.float32), mask=inside)
-    tl.store(out + SIZE, tl.div_rn(lr.to(tl.float32), (1 - _power(beta1, t)).to(tl.float32)) * 2.0**-48, mask=inside)
+    size = tl.div_rn(lr.to(tl.float32), (1 - _power(beta1, t)).to(tl.float32)) * 2.0**-48
+    tl.store(out + SIZE, size, mask=inside)
     tl.store(out + ROOT, tl.div_rn(root * 0.0 + 1.0, root), mask=inside)
     tl.store(out + EPS, tl.load(hyper + HYPER_EPS, mask=inside, other=0.0).to(tl.float32), mask=inside)
+    pays = (beta1 > 0.0) & (size >= LEAST)
+    ratio = tl.div_rn((1 - beta1).to(tl.float32), tl.where(pays, beta1, 1.0).to(tl.float32))
+    tl.store(out + FEEDBACK, tl.where(pays, tl.div_rn(ratio, tl.where(pays, size, 1.0) * 2.0**48), 0.0), mask=inside)
 
 
 def prepare(
@@ -238,7 +246,7 @@ class Batch:
     def step(self, grads: Sequence[Tensor], constants: Tensor, step: Tensor, skip: Tensor) -> None:
         """Take one AdamW step with `grads` (contiguous, of one dtype, in the shapes of the weights), unless `skip` is 1.
 
-        constants: float32[rows, 10], from `prepare`. step: 0-d int64, which random bits depend on. skip: 0-d int32.
+        constants: float32[rows, 11], from `prepare`. step: 0-d int64, which random bits depend on. skip: 0-d int32.
         """
         if not self.pieces[0].coded:
             self._launch("adamw", grads, constants, step, skip)
@@ -267,6 +275,7 @@ class Batch:
                         "GROUP": self.padded,
                         "FLAT": table.flat,
                         "BLOCK": self.pieces[0].block,
+                        "FEEDS": rule == "adamw" and self.update.error_feedback,
                         "RULE": rule,
                         "G": fields(FORMATS[kept[0].dtype]),
                         "GH": RoundingConstants("nearest", 0, 32, True, native(device)),

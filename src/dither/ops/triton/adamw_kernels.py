@@ -18,6 +18,7 @@ Legend:
     BLOCK          width of the squares that share a scale, if weights are codes; 0 if a tensor has one scale
     RULE           what a pass does: "adamw"; "measure", which comes before it if weights are codes and finds the largest of a
                    group; or one half of Muon: "momentum" or "nesterov" before its orthogonalization, "move" after it
+    FEEDS          what the rounding of a weight loses is subtracted from its first moment (error feedback)
     G, GH          format of the gradients, and rounding to nearest, for those that Muon overwrites
     KIND           how moments are kept: "whole" (fp32, bf16), "codes" (8-bit formats), "dynamic8", "companded8" or "dynamic4"
     place          int[TILE]: where the codes of moments lie in memory: `offset`, or the byte of two neighbours ("dynamic4")
@@ -44,6 +45,7 @@ from dither.ops.triton.adamw_tables import (
     ELEMENTS,
     EPS,
     EXTRA_ADDRESS,
+    FEEDBACK,
     FIRST_COLUMN,
     FIRST_PROGRAM,
     FIRST_ROW,
@@ -445,8 +447,8 @@ def _adamw_kernel(
     W: tl.constexpr, WH: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr, FH: tl.constexpr, S: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, W_TYPE: tl.constexpr, W_STORE: tl.constexpr, E_TYPE: tl.constexpr,
     G_TYPE: tl.constexpr, S_TYPE: tl.constexpr, S_STORE: tl.constexpr, FLAT: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr, RULE: tl.constexpr, G: tl.constexpr, GH: tl.constexpr, G_STORE: tl.constexpr, TILE: tl.constexpr,
-    TILES: tl.constexpr,
+    BLOCK: tl.constexpr, FEEDS: tl.constexpr, RULE: tl.constexpr, G: tl.constexpr, GH: tl.constexpr, G_STORE: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Update w, m, v and extra in place with one AdamW step; nothing is written if `skip` is 1.
 
@@ -454,6 +456,7 @@ def _adamw_kernel(
         m = beta1 * m + rest1 * g                                  rest1 = 1 - beta1
         v = beta2 * v + rest2 * g * g                              rest2 = 1 - beta2
         w = decay * w - step_size * 2^48 m / (sqrt(v) * root + eps)
+        m = m - feedback * ((w - rounded w) * (sqrt(v) * root + eps))          if FEEDS
 
     step_size = 2^-48 lr / (1 - beta1^t), root = 1 / sqrt(1 - beta2^t), decay = 1 - lr * weight_decay. The update reads m and v
     before they are rounded. Example, first step, beta1 = 0.9, beta2 = 0.999, lr = 0.001, no decay, g = 2: m = 0.2, v = 0.004,
@@ -570,7 +573,8 @@ def _adamw_kernel(
                 deviation = square_root(v, WH.NATIVE)
             else:
                 deviation = square_roots(v, WH.NATIVE)
-            direction = quotient(m, deviation * root + eps, WH.NATIVE)
+            divisor = deviation * root + eps
+            direction = quotient(m, divisor, WH.NATIVE)
             if KIND == "companded8":
                 v = deviation
         elif RULE == "move":
@@ -591,13 +595,18 @@ def _adamw_kernel(
             if RULE == "measure":
                 pass
             elif MODE == "codes":
-                weight_codes.store_weights(w_ptr, offset, inside, amax_ptr, groups, groups_inside, w, random, W, WH, TILE)
+                kept = weight_codes.store_weights(
+                    w_ptr, offset, inside, amax_ptr, groups, groups_inside, w, random, W, WH, TILE
+                )
             elif MODE == "split" or MODE == "split24":
                 upper, low, v = split_masters(w, v, MODE)
                 tl.store(w_ptr.to(tl.pointer_type(W_STORE)) + offset, (upper >> 16).to(tl.int16), mask=inside)
                 tl.store(extra_ptr + offset, low, mask=inside)
             else:
                 store_rounded(w_ptr.to(tl.pointer_type(W_STORE)), offset, w, random, inside, W, WH)
+                kept = rounded(w, random, W, WH)
+            if FEEDS:
+                m = m - (w - kept) * divisor * tl.load(constants + FEEDBACK)
             if MODE == "master":
                 tl.store(extra_ptr + offset, extra, mask=inside)
             elif MODE == "kahan":

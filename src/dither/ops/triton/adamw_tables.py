@@ -65,6 +65,7 @@ SHRINK = tl.constexpr(CONSTANTS.index("shrink"))
 SIZE = tl.constexpr(CONSTANTS.index("size"))
 ROOT = tl.constexpr(CONSTANTS.index("root"))
 EPS = tl.constexpr(CONSTANTS.index("eps"))
+FEEDBACK = tl.constexpr(CONSTANTS.index("feedback"))
 
 # The table of hyperparameters.
 HYPER_ROW = tl.constexpr(len(HYPER))

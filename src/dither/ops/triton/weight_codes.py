@@ -66,11 +66,13 @@ def store_weights(
     codes_ptr, offset, inside, amax_ptr, groups, groups_inside, w, random,
     W: tl.constexpr, WH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Round float32 weights to codes under the scales of their groups' largest magnitudes, and store them."""
+    """Round float32 weights to codes under the scales of their groups' largest magnitudes, store them; return their values."""
     amax = tl.load(amax_ptr + groups, mask=groups_inside, other=0)
-    inverse = as_float((254 - scale_exponent(amax)) << 23)
-    y = as_bits(w * spread_runs(tl.where(amax < INFINITY, inverse, float("nan")), TILE))
-    tl.store(codes_ptr + offset, encode(round_bits(y, y, random, W, WH, True), W).to(tl.uint8), mask=inside)
+    exponent = scale_exponent(amax)
+    y = as_bits(w * spread_runs(tl.where(amax < INFINITY, as_float((254 - exponent) << 23), float("nan")), TILE))
+    bits = round_bits(y, y, random, W, WH, True)
+    tl.store(codes_ptr + offset, encode(bits, W).to(tl.uint8), mask=inside)
+    return as_float(bits) * spread_runs(as_float(exponent << 23), TILE)
 
 
 @triton.jit
