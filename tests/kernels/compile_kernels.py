@@ -248,6 +248,7 @@ def loss_calls() -> Iterator[str]:
 
 UPDATES = [
     (Update("stochastic", "bf16"), torch.bfloat16),
+    (Update("stochastic", "bf16", error_feedback=True), torch.bfloat16),
     (Update("nearest", "fp32"), torch.float32),
     (Update("kahan", "dynamic8"), torch.bfloat16),
     (Update("nearest", "e4m3", "stochastic", 128, "fp32"), torch.float16),
@@ -279,7 +280,7 @@ def optimizer_calls() -> Iterator[str]:
         batch = adamw.Batch(pieces, update)
         batch.square_sum(grads)
         batch.step(grads, constants, count[0], skip)
-        yield f"adamw {update.weights} {update.states}"
+        yield f"adamw {update}"
         for block in (0, 128) if update.weights != "kahan" and not update.master and update.states != "fp32" else ():
             coded = [
                 replace(piece, w=codes, extra=scale, block=block)
@@ -288,6 +289,8 @@ def optimizer_calls() -> Iterator[str]:
             ]
             adamw.Batch(coded, update).step(grads, constants, count[0], skip)
             yield f"adamw {update.weights} {update.states}, weights in codes, block {block}"
+        if update.error_feedback:
+            continue
         if update.master != "split":
             muon = adamw.MuonBatch([replace(piece, v=piece.m) for piece in pieces], update)
             for nesterov in (True, False):
