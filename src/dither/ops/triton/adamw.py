@@ -275,7 +275,7 @@ class Batch:
                         "GROUP": self.padded,
                         "FLAT": table.flat,
                         "BLOCK": self.pieces[0].block,
-                        "FEEDS": rule == "adamw" and self.update.error_feedback,
+                        "FEEDS": rule == "adamw" and self.update.error_feedback and self.pieces[0].w.itemsize < 4,
                         "RULE": rule,
                         "G": fields(FORMATS[kept[0].dtype]),
                         "GH": RoundingConstants("nearest", 0, 32, True, native(device)),
