@@ -208,8 +208,8 @@ def spacing(w: Tensor, format: Format) -> Tensor:
     tensor([1.0000e+00, 1.0000e+00, 1.1755e-38])
     """
     bits = w.float().view(torch.int32) & rounding.MAGNITUDE
-    exponent = ((bits >> 23) - 127).clamp(format.min_exponent, format.max_exponent)
-    return rounding._ldexp(torch.ones_like(bits, dtype=torch.float32), exponent - format.mantissa_bits)
+    exponent = ((bits >> 23) - 127).clamp(format.min_exponent, format.max_exponent) - format.mantissa_bits
+    return rounding.power_of_two(exponent.long() + 1023).float()
 
 
 class UpdateCounts(NamedTuple):

@@ -1,8 +1,7 @@
-"""Rounding float32 to any format, and codes of the rounded values: integer arithmetic on the bits, on any device.
+"""Rounding float32 to any format, and codes of the rounded values: exact operations, the same bits on any device.
 
-A float32 magnitude is `significand * 2^(exponent - 23)` with a significand below 2^24. Rounding drops the bits below the
-format's spacing at that magnitude, and adds one to the kept bits if the rounding goes up. Codebooks, and formats without
-mantissa bits, look up both neighbours in a table instead.
+A magnitude is divided by the format's spacing there, a power of two, rounded to an integer, and multiplied again. Codebooks,
+and formats without mantissa bits, look up both neighbours in a table instead.
 """
 
 import functools
@@ -37,44 +36,58 @@ def round_values(x: Tensor, format: Format, rounding: Rounding, saturate: bool, 
     """Round float32 `x` as `round_to`, with `random` bits given: int32 in x's shape; the low `rounding.bits` are used."""
     if format.codebook or not format.mantissa_bits:
         return _round_to_table(x, format, rounding, saturate, random)
-    bits = x.view(torch.int32)
-    magnitude = bits & MAGNITUDE
     if format.name == "bf16" and rounding.rule.kernel:
-        return (_upper_half(magnitude, rounding, saturate, random) | (bits & SIGN)).view(torch.float32)
-    biased = magnitude >> 23
-    significand = (magnitude & 0x7FFFFF) | ((biased > 0).int() << 23)
-    exponent = biased.clamp(min=1) - 127
-    # The value is significand * 2^(exponent - 23), and the format's spacing there is 2^spacing.
-    spacing = exponent.clamp(min=format.min_exponent) - format.mantissa_bits
-    drop = (spacing - (exponent - 23)).clamp(min=0)
-    kept = significand >> drop.clamp(max=31)
-    fraction = significand - (kept << drop.clamp(max=31))  # of 2^drop
+        bits = x.view(torch.int32)
+        return (_upper_half(bits & MAGNITUDE, rounding, saturate, random) | (bits & SIGN)).view(torch.float32)
+    wide = _wide(x, format)
+    power, size = _spacing(wide, format), wide.abs()
+    places = size * power_of_two(power, inverse=True)
     if rounding.kind == "nearest":
-        half = torch.ones_like(drop) << (drop.clamp(1, 31) - 1)
-        up = (drop > 0) & (drop < 26) & ((fraction > half) | ((fraction == half) & (kept & 1 == 1)))
+        kept = places.round()  # ties to even
+    elif rounding.kind == "toward_zero":
+        kept = places.floor()
     elif rounding.kind == "stochastic":
         assert random is not None
+        # The first n bits behind the point, as integers, plus n random bits: what carries over the point counts.
         n = rounding.bits
-        # The first n bits of the fraction, floor(fraction / 2^drop * 2^n), against n random bits.
-        leading = (fraction >> (drop - n).clamp(0, 31)) << (n - drop).clamp(0, n)
-        up = leading + (random & ((1 << n) - 1)) >= 1 << n
-    elif rounding.kind == "toward_zero":
-        up = torch.zeros_like(kept, dtype=torch.bool)
+        dtype = torch.int32 if format.mantissa_bits + n < 30 else torch.int64
+        kept = ((places * 2.0**n).to(dtype) + (random & ((1 << n) - 1)) >> n).to(wide.dtype)
     else:
-        place = torch.where(drop < 63, fraction.double() / (torch.ones_like(drop, dtype=torch.int64) << drop.clamp(max=62)), 0)
-        up = _away(place, kept & 1 == 1, rounding, random)
-    value = _ldexp((kept + up.int()).float(), spacing)
+        kept = places.floor()
+        kept = kept + _away((places - kept).double(), kept.int() & 1 == 1, rounding, random).to(wide.dtype)
+    value = kept * power_of_two(power)
 
     limited = value.clamp(max=format.max)
     if not saturate and rounding.kind != "toward_zero":  # rounding toward zero never leaves the finite range
         beyond = torch.inf if format.inf else torch.nan if format.nan else format.max
         limited = torch.where(value > format.max, beyond, limited)
-    limited = torch.where(magnitude == INFINITY, torch.inf if format.inf else torch.nan, limited)
-    limited = torch.where(magnitude > INFINITY, torch.nan, limited)
-    if format.is_integer or not format.negative_zero:  # no -0.0
-        bits = torch.where(limited == 0, 0, bits)
-    # On the bits: a minus may or may not change the sign of NaN.
-    return (limited.view(torch.int32) | (bits & SIGN)).view(torch.float32)
+    limited = torch.where(size < torch.inf, limited, size if format.inf else torch.nan).float()  # NaN stays NaN
+    signed = limited.copysign(x)
+    return signed if format.negative_zero and not format.is_integer else torch.where(limited == 0, 0.0, signed)
+
+
+def _wide(x: Tensor, format: Format) -> Tensor:
+    """Return `x` as float32, or as float64 if the format has a spacing that is no normal float32 number."""
+    return x.double() if format.min_exponent - format.mantissa_bits < -126 else x
+
+
+def _layout(dtype: torch.dtype) -> tuple[torch.dtype, int, int]:
+    """Return the integer dtype, the number of mantissa bits, and the bias of float32 or float64."""
+    return (torch.int32, 23, 127) if dtype == torch.float32 else (torch.int64, 52, 1023)
+
+
+def _spacing(x: Tensor, format: Format) -> Tensor:
+    """Return the format's spacing at each number, a power of two: its exponent, with the bias of x's dtype."""
+    integer, mantissa_bits, bias = _layout(x.dtype)
+    exponent = x.view(integer) >> mantissa_bits & 2 * bias + 1
+    return exponent.clamp(min=format.min_exponent + bias) - format.mantissa_bits
+
+
+def power_of_two(exponent: Tensor, inverse: bool = False) -> Tensor:
+    """Return powers of two, or their inverses, from biased exponents: float32 from int32, float64 from int64."""
+    dtype = torch.float32 if exponent.dtype == torch.int32 else torch.float64
+    _, mantissa_bits, bias = _layout(dtype)
+    return ((2 * bias - exponent if inverse else exponent) << mantissa_bits).view(dtype)
 
 
 def _away(fraction: Tensor, odd: Tensor, rounding: Rounding, random: Tensor | None) -> Tensor:
@@ -161,21 +174,17 @@ def encode(values: Tensor, format: Format) -> Tensor:
         table = _table(format, values.device)
         largest = len(table) - 1 if format.codebook[-1] == format.max else 0
         return torch.where(values.isnan(), largest, torch.searchsorted(table, values.contiguous())).int()
-    bits = values.view(torch.int32)
-    magnitude = bits & MAGNITUDE
     if format.is_integer:
-        code = values.abs().nan_to_num(nan=format.max).int()
-        return torch.where(bits < 0, -code, code) & ((1 << format.bits) - 1)
-    m = format.mantissa_bits
-    biased, fraction = magnitude >> 23, magnitude & 0x7FFFFF
-    # Below the smallest normal number the code counts spacings; above, it has exponent and mantissa fields.
-    subnormal = _ldexp(values.abs(), torch.full_like(bits, m - format.min_exponent))
-    normal = ((biased - 127 + format.bias) << m) + (fraction >> (23 - m))
-    code = torch.where(values.abs() < format.min_normal, subnormal.nan_to_num(posinf=0.0).int(), normal)
-    code = torch.where(magnitude == INFINITY, format.max_code + 1, code)
-    code = torch.where(magnitude > INFINITY, format.max_code, code)
-    code = code | ((bits < 0).int() << (format.bits - 1))
-    return torch.where(magnitude > INFINITY, format.nan_code, code) if format.nan else code
+        return values.abs().nan_to_num(nan=format.max).copysign(values).int() & ((1 << format.bits) - 1)
+    wide, lost = _wide(values, format), values.isnan()
+    power, size = _spacing(wide, format), wide.abs()
+    # Each exponent has as many codes as mantissas; below the least normal number, codes count spacings.
+    least = format.min_exponent - format.mantissa_bits + _layout(wide.dtype)[2]
+    code = ((size * power_of_two(power, inverse=True)).to(power.dtype) + (power - least << format.mantissa_bits)).int()
+    if format.inf:
+        code = torch.where(size == torch.inf, format.max_code + 1, code)
+    sign = values.view(torch.int32) >> 31 & 1 << (format.bits - 1)
+    return torch.where(lost, format.nan_code, code | sign) if format.nan else torch.where(lost, format.max_code, code) | sign
 
 
 def decode(codes: Tensor, format: Format) -> Tensor:
@@ -187,20 +196,14 @@ def decode(codes: Tensor, format: Format) -> Tensor:
         return ((codes << shift) >> shift).float()  # sign extension
     m = format.mantissa_bits
     magnitude = codes & format.magnitude_mask
-    exponent, mantissa = magnitude >> m, magnitude & ((1 << m) - 1)
-    significand = mantissa | ((exponent > 0).int() << m)
-    value = _ldexp(significand.float(), exponent.clamp(min=1) - format.bias - m)
+    exponent = (magnitude >> m).clamp(min=1)
+    kept = _wide((magnitude - (exponent - 1 << m)).float(), format)
+    integer, _, bias = _layout(kept.dtype)
+    value = (kept * power_of_two(exponent.to(integer) + (bias - format.bias - m))).float()
     if format.inf:
         value = torch.where(magnitude == format.max_code + 1, torch.inf, value)
     if format.nan:
         value = torch.where(magnitude > format.max_code + int(format.inf), torch.nan, value)
-    if not format.negative_zero:
-        value = torch.where(codes == format.nan_code, torch.nan, value)
-    negative = codes & (1 << (format.bits - 1)) != 0
-    return torch.where(negative, -value, value)
-
-
-def _ldexp(x: Tensor, exponent: Tensor) -> Tensor:
-    """Return x * 2^exponent for -252 <= exponent <= 254, exact if the result is a float32 number (torch.ldexp is not)."""
-    half = exponent >> 1
-    return x * ((half + 127) << 23).view(torch.float32) * ((exponent - half + 127) << 23).view(torch.float32)
+    signed = value.view(torch.int32) | (codes << (32 - format.bits) & SIGN)
+    value = signed.view(torch.float32)
+    return value if format.negative_zero else torch.where(codes == format.nan_code, torch.nan, value)

@@ -64,13 +64,12 @@ def group_amax(x_BRC: Tensor, layout: GroupLayout) -> Tensor:
 
 
 def product(x: Tensor, multiply: Tensor) -> Tensor:
-    """Return x * multiply; finite overflow saturates at the largest float32.
+    """Return x * multiply for factors from 0 on, or NaN; finite overflow saturates at the largest float32.
 
     A NaN factor gives NaN with x's sign: devices disagree on the sign of such a product, so it is set here.
     """
-    limit = torch.finfo(torch.float32).max
-    result = torch.where(x.isfinite(), (x * multiply).clamp(-limit, limit), x * multiply)
-    return torch.where(multiply.isnan(), torch.full_like(x, torch.nan).copysign(x), result)
+    limit, result = torch.finfo(torch.float32).max, x * multiply
+    return torch.where(x.abs() < torch.inf, result.clamp(-limit, limit), result).copysign(x)
 
 
 def library_codes(x_BRC: Tensor, cast: Cast, layout: GroupLayout, found: Factors) -> Tensor:
@@ -93,10 +92,10 @@ def library_codes(x_BRC: Tensor, cast: Cast, layout: GroupLayout, found: Factors
 
 def spread(groups: Tensor, layout: GroupLayout) -> Tensor:
     """Repeat one value per group, [B, P, Q] or [1, 1, 1], to one per element, in the order of x_BRC."""
-    groups = groups.expand(layout.batch, -1, -1)
     lines, length = layout.lines
-    p, q = layout.group
-    full = groups.repeat_interleave(p or max(lines, 1), 1)[:, :lines].repeat_interleave(q or max(length, 1), 2)[:, :, :length]
+    (p, q), (P, Q) = layout.group, groups.shape[1:]
+    p, q = p or max(lines, 1), q or max(length, 1)
+    full = groups[:, :, None, :, None].expand(layout.batch, P, p, Q, q).reshape(layout.batch, P * p, Q * q)[:, :lines, :length]
     return full.transpose(1, 2) if layout.along_rows else full
 
 
