@@ -209,7 +209,7 @@ def spacing(w: Tensor, format: Format) -> Tensor:
     """
     bits = w.float().view(torch.int32) & rounding.MAGNITUDE
     exponent = ((bits >> 23) - 127).clamp(format.min_exponent, format.max_exponent) - format.mantissa_bits
-    return rounding.power_of_two(exponent.long() + 1023).float()
+    return rounding.with_exponent(exponent.long() + 1023).float()
 
 
 class UpdateCounts(NamedTuple):

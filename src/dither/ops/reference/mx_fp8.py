@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from dither.ops import storage
 from dither.ops.reference import rounding
-from dither.ops.reference.scales import power_of_two
+from dither.ops.reference.scales import loaded_scale, power_of_two
 from dither.spec.formats import TABLE
 
 E2M1, E4M3 = TABLE["e2m1"], TABLE["e4m3"]
@@ -83,6 +83,4 @@ def replace_unfit(
 def numbers(values: Tensor, scale: Tensor, length: int) -> Tensor:
     """Return the numbers of packed E2M1 codes and E8M0 scales, float32 [P, L]."""
     decoded = rounding.decode(storage.unpack(values.view(torch.uint8), length, E2M1), E2M1)
-    code = scale.view(torch.uint8).int()
-    restore = torch.where(code == 255, torch.nan, power_of_two(code - 127))
-    return decoded * restore.repeat_interleave(GROUP, 1)[:, :length]
+    return decoded * loaded_scale(scale).repeat_interleave(GROUP, 1)[:, :length]

@@ -141,7 +141,10 @@ def dequantize(
     """Return the numbers that codes and scales stand for, value(code) * scale (* tensor scale), in `shape` and `dtype`."""
     layout = grouping.layout_of(shape, cast, axis)
     lines = layout.collect(values.view(storage.integer_dtype(cast.element)))
-    decoded = rounding.decode(storage.unpack(lines, layout.lines[1], cast.element), cast.element)
+    if cast.element.name in storage.DTYPES:  # to widen a number is exact in any library
+        decoded = lines.view(storage.storage_dtype(cast.element)).float()
+    else:
+        decoded = rounding.decode(storage.unpack(lines, layout.lines[1], cast.element), cast.element)
     if layout.along_rows:
         decoded = decoded.transpose(1, 2)
     restore = None

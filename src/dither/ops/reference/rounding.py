@@ -40,8 +40,8 @@ def round_values(x: Tensor, format: Format, rounding: Rounding, saturate: bool, 
         bits = x.view(torch.int32)
         return (_upper_half(bits & MAGNITUDE, rounding, saturate, random) | (bits & SIGN)).view(torch.float32)
     wide = _wide(x, format)
-    power, size = _spacing(wide, format), wide.abs()
-    places = size * power_of_two(power, inverse=True)
+    spacing, size = _spacing(wide, format), wide.abs()
+    places = size * with_exponent(spacing, inverse=True)
     if rounding.kind == "nearest":
         kept = places.round()  # ties to even
     elif rounding.kind == "toward_zero":
@@ -55,7 +55,7 @@ def round_values(x: Tensor, format: Format, rounding: Rounding, saturate: bool, 
     else:
         kept = places.floor()
         kept = kept + _away((places - kept).double(), kept.int() & 1 == 1, rounding, random).to(wide.dtype)
-    value = kept * power_of_two(power)
+    value = kept * with_exponent(spacing)
 
     limited = value.clamp(max=format.max)
     if not saturate and rounding.kind != "toward_zero":  # rounding toward zero never leaves the finite range
@@ -77,14 +77,14 @@ def _layout(dtype: torch.dtype) -> tuple[torch.dtype, int, int]:
 
 
 def _spacing(x: Tensor, format: Format) -> Tensor:
-    """Return the format's spacing at each number, a power of two: its exponent, with the bias of x's dtype."""
+    """Return the exponent of the format's spacing at each number, a power of two, with the bias of x's dtype."""
     integer, mantissa_bits, bias = _layout(x.dtype)
     exponent = x.view(integer) >> mantissa_bits & 2 * bias + 1
     return exponent.clamp(min=format.min_exponent + bias) - format.mantissa_bits
 
 
-def power_of_two(exponent: Tensor, inverse: bool = False) -> Tensor:
-    """Return powers of two, or their inverses, from biased exponents: float32 from int32, float64 from int64."""
+def with_exponent(exponent: Tensor, inverse: bool = False) -> Tensor:
+    """Return the powers of two, or their inverses, that have these biased exponents: float32 for int32, float64 for int64."""
     dtype = torch.float32 if exponent.dtype == torch.int32 else torch.float64
     _, mantissa_bits, bias = _layout(dtype)
     return ((2 * bias - exponent if inverse else exponent) << mantissa_bits).view(dtype)
@@ -177,10 +177,11 @@ def encode(values: Tensor, format: Format) -> Tensor:
     if format.is_integer:
         return values.abs().nan_to_num(nan=format.max).copysign(values).int() & ((1 << format.bits) - 1)
     wide, lost = _wide(values, format), values.isnan()
-    power, size = _spacing(wide, format), wide.abs()
+    spacing, size = _spacing(wide, format), wide.abs()
     # Each exponent has as many codes as mantissas; below the least normal number, codes count spacings.
     least = format.min_exponent - format.mantissa_bits + _layout(wide.dtype)[2]
-    code = ((size * power_of_two(power, inverse=True)).to(power.dtype) + (power - least << format.mantissa_bits)).int()
+    kept = (size * with_exponent(spacing, inverse=True)).to(spacing.dtype)
+    code = (kept + (spacing - least << format.mantissa_bits)).int()
     if format.inf:
         code = torch.where(size == torch.inf, format.max_code + 1, code)
     sign = values.view(torch.int32) >> 31 & 1 << (format.bits - 1)
@@ -199,7 +200,7 @@ def decode(codes: Tensor, format: Format) -> Tensor:
     exponent = (magnitude >> m).clamp(min=1)
     kept = _wide((magnitude - (exponent - 1 << m)).float(), format)
     integer, _, bias = _layout(kept.dtype)
-    value = (kept * power_of_two(exponent.to(integer) + (bias - format.bias - m))).float()
+    value = (kept * with_exponent(exponent.to(integer) + (bias - format.bias - m))).float()
     if format.inf:
         value = torch.where(magnitude == format.max_code + 1, torch.inf, value)
     if format.nan:
