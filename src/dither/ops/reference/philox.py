@@ -9,6 +9,8 @@ LOW32 = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
+PARTS = {8: torch.uint8, 16: torch.int16, 32: torch.int32}
+"""Dtypes as which words are read, by their bits."""
 
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -47,9 +49,8 @@ def random_bits(draw: Draw, rows: int, columns: int, width: int) -> Tensor:
         step, row, key = step[0], row + step[1], key + step[2]
     zero = torch.zeros((), dtype=torch.int64, device=device)
     four = philox4x32((blocks, row & LOW32, step & LOW32, zero), key)
-    words = torch.stack([word.expand(rows, blocks.numel()) for word in four], dim=-1)
-    shifts = torch.arange(0, 32, width, device=device)
-    elements = (words[..., None] >> shifts & ((1 << width) - 1)).reshape(rows, blocks.numel() * lanes)
+    # int64 -> int32 keeps the low 32 bits, whose halves and quarters lie in memory from the lowest on.
+    words = torch.stack([word.to(torch.int32).expand(rows, blocks.numel()) for word in four], dim=-1)
     start = draw.column - first * lanes
-    # int64 -> int32 keeps the low 32 bits.
-    return elements[:, start : start + columns].to(torch.int32)
+    elements = words.view(PARTS[width]).view(rows, blocks.numel() * lanes)[:, start : start + columns]
+    return elements.to(torch.int32) & (1 << width) - 1 if width < 32 else elements
