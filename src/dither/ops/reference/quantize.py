@@ -74,7 +74,11 @@ def quantize_both(
     measured = amax(x) if cast.scaling.kind == "delayed" else x.new_empty(0, dtype=torch.float32)
     if largest is not None:
         measured = largest.copy_(torch.maximum(largest, measured))
-    both = [part for axis in (1, 0) for part in quantize(x, cast, axis, draw, given_amax, container)[:2]]
+    both = list(quantize(x, cast, 1, draw, given_amax, container)[:2])
+    if cast.group.kind == "tensor" and container.bits == 8:  # the same codes, each of which is a number in memory
+        both += [transposed(both[0]).T, both[1].clone()]
+    else:
+        both += quantize(x, cast, 0, draw, given_amax, container)[:2]
     values, scale, values_t, scale_t = both if out is None else (old.copy_(new) for old, new in zip(out, both, strict=True))
     return values, scale, values_t, scale_t, measured
 
