@@ -466,8 +466,9 @@ def updates() -> list[Update]:
     kinds = [(weights, "") for weights in ("stochastic", "nearest", "kahan")] + [("nearest", master) for master in MASTERS]
     pairs = [(kind, state) for kind in kinds for state in states if kind[1] != "split" or state[0] in WHOLE]
     found = [Update(weights, name, how, 32, master) for (weights, master), (name, how) in pairs]
-    fed = [(weights, *state) for weights in ("stochastic", "nearest") for state in states]
-    return found + [Update(weights, name, how, 32, error_feedback=True) for weights, name, how in fed]
+    fed = [state for state in states if "fp32" in state or "stochastic" in state]
+    pairs = [(weights, *state) for weights in ("stochastic", "nearest") for state in fed]
+    return found + [Update(weights, name, how, 32, error_feedback=True) for weights, name, how in pairs]
 
 
 def name_of(update: Update) -> str:

@@ -247,6 +247,10 @@ MISTAKES = [
     ("[loss_scaling]\ninitial_scale = 2", r"\[loss_scaling\] has no key 'initial_scale'"),
     ("[precision]\nstates = 'dynamic8'\n[optim]\noptimizer = 'adam-mini'", "adam-mini"),
     ("[precision]\nmode = 'o2'\n[optim]\nerror_feedback = true", "optim.error_feedback=true.*use the mode bf16-sr or bf16-rn"),
+    (
+        "[precision]\nmode = 'bf16-sr'\nstates = 'dynamic4'\n[optim]\nerror_feedback = true",
+        "'dynamic4' are rounded",
+    ),
     ("[precision]\nmode = 'bf16-sr'\n[optim]\nerror_feedback = true\noptimizer = 'muon'", "optim.optimizer='muon' are set"),
     ("[precision]\nsampling = 1", r"\[precision.sampling\] is a section"),
     ("[precision.sampling]\nnois = 'uniform'", "did you mean 'noise'"),

@@ -83,12 +83,9 @@ KINDS = {
     "fp8-delayed": ["precision.recipe=fp8-delayed", "precision.swiglu=fp8", *TINY],
     "fp8-static": ["precision.recipe=fp8-static", "data.micro_batch=1", *TINY],
     "sampled": ["precision.sampling.guidance=[{kind='bitwidth_loss', weight=0.1}]"],
-    "bf16-sr": ["precision.mode=bf16-sr", *TINY],
+    "bf16-sr": ["precision.mode=bf16-sr", "optim.error_feedback=true", *TINY],
     "8-bit states": ["precision.states=dynamic8", "optim.schedule=wsd"],
-    "fp8 weights": [
-        *("precision.weights=fp8", "precision.recipe=fp8-current", "precision.states=dynamic4", *TINY),
-        "optim.error_feedback=true",
-    ],
+    "fp8 weights": ["precision.weights=fp8", "precision.recipe=fp8-current", "precision.states=dynamic4", *TINY],
     "adam-mini": ["optim.optimizer=adam-mini", "model.preset=tiny"],
     "muon": [
         *("optim.optimizer=muon", "muon.embedding_lr=0.01", "muon.matrix_decay=0.3", "monitor.every=2"),

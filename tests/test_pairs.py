@@ -546,15 +546,22 @@ def test_adamw(number: int, share: int, device: str) -> None:
 
 
 @pytest.mark.usefixtures("short_programs")
-@pytest.mark.parametrize("error_feedback", [False, True])
 @pytest.mark.parametrize(
-    ("block", "states", "weights"), [(0, "bf16", "stochastic"), (32, "dynamic4", "stochastic"), (128, "companded8", "nearest")]
+    ("block", "update"),
+    [
+        (0, Update("stochastic", "bf16")),
+        (32, Update("stochastic", "dynamic4", block=32)),
+        (128, Update("nearest", "companded8", block=32)),
+        (0, Update("nearest", "e4m3", "stochastic", block=32, error_feedback=True)),
+        (32, Update("stochastic", "bf16", error_feedback=True)),
+        (128, Update("nearest", "fp32", error_feedback=True)),
+    ],
+    ids=lambda value: pairs.name_of(value) if isinstance(value, Update) else str(value),
 )
-def test_adamw_of_weights_in_codes(block: int, states: str, weights: str, error_feedback: bool, device: str) -> None:
+def test_adamw_of_weights_in_codes(block: int, update: Update, device: str) -> None:
     """Squares that rows and columns end in, tiles that run over rows, groups of zeros, and a gradient that is not finite."""
     sizes = [pairs.Size(34, 96, block=block), pairs.Size(33, 40, block=block), pairs.Size(2, 129, block=block)]
-    special = (torch.inf,) if weights == "nearest" else ()
-    update = Update(weights, states, block=32, error_feedback=error_feedback)
+    special = (torch.inf,) if update.weights == "nearest" else ()
     assert pairs.check_adamw(sizes, torch.bfloat16, update, device, special=special) == 0
 
 

@@ -141,8 +141,8 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> flo
 
 
 def optimizer_of(net: nn.Module, error_feedback: bool = False) -> dither.optim.AdamW:
-    options = {"states": "dynamic4", "block": 16, "nonfinite": "skip", "error_feedback": error_feedback}
-    return dither.optim.AdamW(net.named_parameters(), lr=1e-2, **options)
+    options = {"states": "bf16" if error_feedback else "dynamic4", "block": 16, "nonfinite": "skip"}
+    return dither.optim.AdamW(net.named_parameters(), lr=1e-2, error_feedback=error_feedback, **options)
 
 
 @pytest.mark.parametrize("feedback", [False, True])

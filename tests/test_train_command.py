@@ -241,6 +241,9 @@ def test_gpu_memory_chooses_what_costs_least_and_fits(
     assert (found.precision.recipe, found.data.micro_batch, found.optim.release_gradients) == ("fp8-block", 2, False)
     assert cli.main([*words, "--gpu-memory", "48GB", "--set", "data.micro_batch=1", "precision.states=bf16"]) == 2
     assert "precision.states=bf16" in capsys.readouterr().err
+    # Error feedback needs states of more bits.
+    assert cli.main([*words, "--gpu-memory", "80GB", "--set", "optim.error_feedback=true"]) == 0
+    assert begun[-1].precision.states in (None, "bf16")
     for more, message in (
         (["--gpu-memory", "12GB"], "needs 12.8 GiB at least .*10.5 of 12 GiB can be used: what fits is a GPU with 15 GiB"),
         (["--gpu-memory", "big"], "such as 24GB or 80GB, not 'big'"),
@@ -251,11 +254,11 @@ def test_gpu_memory_chooses_what_costs_least_and_fits(
         assert cli.main([*words, *more]) == 2
         assert re.search(message, capsys.readouterr().err)
     # Host memory with room for 4-bit states alone, twice, since a checkpoint copies them; and with room for none.
-    for memory, where, states in ((24, "host", "dynamic4"), (12, "device", "dynamic4")):
+    for memory, where, weights in ((24, "host", None), (12, "device", "fp8")):
         monkeypatch.setattr("dither.tools.recommend.cpu_here", lambda memory=memory: Gpu("cpu", None, memory * GIB))
         assert cli.main([*words, "--gpu-memory", "24GB"]) == 0
         found = begun[-1]
-        assert (found.optim.states_on, found.precision.states, found.precision.weights) == (where, states, "fp8")
+        assert (found.optim.states_on, found.precision.states, found.precision.weights) == (where, "dynamic4", weights)
     assert cli.main([*words, "--gpu-memory", "16GB"]) == 2
     assert "17.0 GiB of states would need twice that in host memory." in capsys.readouterr().err
 

@@ -33,6 +33,7 @@ KINDS: dict[str, dict[str, object]] = {
     "24-bit masters": {"dtype": torch.bfloat16, "master": "split24", "states": "dynamic4", "block": 16},
     "dynamic8": {"dtype": torch.bfloat16, "states": "dynamic8", "block": 16},
     "e4m3 stochastic": {"dtype": torch.float32, "states": "e4m3", "state_rounding": "stochastic", "block": 16},
+    "error feedback": {"dtype": torch.bfloat16, "error_feedback": True},
     "Adam-mini": {"dtype": torch.bfloat16, "mini": True},
     "Muon": {"dtype": torch.bfloat16, "muon": True},
     "Muon in 8 bits": {"dtype": torch.bfloat16, "muon": True, "states": "companded8", "block": 16, "master": "split24"},
@@ -42,7 +43,7 @@ KINDS: dict[str, dict[str, object]] = {
 CUTS = ("rows", "columns", "inner columns", "replicated")
 ALL = dict.fromkeys(KINDS, CUTS)
 FEW = {
-    "bf16 stochastic": ("rows", "replicated"),
+    "error feedback": ("rows", "replicated"),
     "24-bit masters": ("columns", "rows"),
     "e4m3 stochastic": ("inner columns", "columns"),
     "Adam-mini": ("columns", "inner columns"),

@@ -124,7 +124,7 @@ class AdamW(Optimizer):
         master: "fp32" keeps float32 weights as a state and rounds them to the parameters (mixed precision O2). "split" keeps
             the same numbers as bfloat16 parameters and 16 more bits, "split24" 24-bit numbers as parameters and 8 more bits.
         error_feedback: subtract what the rounding of a weight loses from its first moment, so that the next updates make up for
-            it (ECO), with 16-bit weights or weights in FP8 codes, rounded stochastically or to nearest.
+            it (ECO), with 16-bit weights or weights in FP8 codes, and states in fp32 or rounded stochastically.
         share: roles of the parameters by name, such as `dither.optim.roles(model)`: rows then share second moments (Adam-mini).
         max_norm: clip the norm of all gradients together to this value, in the same pass.
         nonfinite: what to do if a gradient holds NaN or Inf. "raise" (the default) names the tensor; it waits for the device

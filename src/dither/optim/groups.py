@@ -22,7 +22,7 @@ from dither.ops.ranks import local, shards
 from dither.ops.reference.adamw import FORMATS, LOW
 from dither.optim.roles import Role, role_of, sections
 from dither.spec.modes import MOST_NORM
-from dither.spec.optimizer import ADJUST_LR, MASTERS, MOST_BLOCK, NS_DTYPES, Update
+from dither.spec.optimizer import ADJUST_LR, LEAST_BETA, MASTERS, MOST_BLOCK, MOST_EPS, NS_DTYPES, Update
 from dither.spec.random import Stream
 
 NONFINITE = ("raise", "skip", "unchecked")
@@ -31,7 +31,7 @@ NONFINITE = ("raise", "skip", "unchecked")
 STATES_ON = ("device", "host")
 """The memories that states may be kept in; see `AdamW`."""
 
-MEANING = ("weights", "states", "state_rounding", "block", "master", "seed", "min_8bit_size", "use_muon")
+MEANING = ("weights", "states", "state_rounding", "block", "master", "error_feedback", "seed", "min_8bit_size", "use_muon")
 """Options that decide what saved numbers mean. A state is loaded only if these agree."""
 
 NUMBERS = ("lr", "betas", "eps", "weight_decay", "momentum")
@@ -43,7 +43,7 @@ IMPLEMENTATIONS = ("foreach", "fused", "capturable")
 MUON = ("nesterov", "ns_coefficients", "ns_steps", "ns_dtype", "adjust_lr_fn", "transposed")
 """Options of Muon's groups beside `use_muon` and numbers."""
 
-WATCHED = (*MEANING, *MUON, "error_feedback", "maximize", "amsgrad", "differentiable", "bf16_stochastic_round")
+WATCHED = (*MEANING, *MUON, "maximize", "amsgrad", "differentiable", "bf16_stochastic_round")
 """Options that a step compares with the last one's, to notice an edited group."""
 
 PREVIOUS = "previous_squares"
@@ -301,6 +301,12 @@ def check_group(group: Mapping[str, Any], *, wait: bool = True) -> None:
         raise UserError(f"min_8bit_size is a number of elements from 0 on, not {least!r}.")
     if not isinstance(group["error_feedback"], bool):
         raise UserError(f"error_feedback is True or False, not {group['error_feedback']!r}.")
+    if group["error_feedback"]:
+        _, beta1, _, eps, _ = read_numbers(group, wait=wait)
+        if not isinstance(beta1, Tensor) and beta1 < LEAST_BETA:
+            raise UserError(f"error_feedback=True lets the first moment carry errors, so betas[0] is at least {LEAST_BETA:g}.")
+        if not isinstance(eps, Tensor) and eps > MOST_EPS:
+            raise UserError(f"error_feedback=True multiplies errors by eps, which is at most {MOST_EPS:g}, not {eps!r}.")
     Stream(group["seed"], "", "")  # raises if the seed is invalid
     if not group["params"]:
         raise UserError("A parameter group is empty.")

@@ -90,6 +90,11 @@ class Update:
         if self.error_feedback and (self.master or self.weights == "kahan"):
             keeps = f"master={self.master!r}" if self.master else "weights='kahan'"
             raise UserError(f"error_feedback=True returns what a rounding loses, and {keeps} keeps it: choose one of them.")
+        if self.error_feedback and self.states != "fp32" and not self.draws_states:
+            raise UserError(
+                f"error_feedback=True makes gradients small beside moments, and {self.states} states that are rounded to "
+                "nearest lose these: use states='bf16' or 'fp32', or state_rounding='stochastic'."
+            )
         if self.master == "split" and self.in_blocks:
             raise UserError(
                 f"master='split' keeps one bit in the sign of the second moment, which states={self.states!r} do not have: "
@@ -162,8 +167,9 @@ SLOTS = 8
 """Groups of STREAMED weights with room on the device: two blocks of an 8B model, one on its way in and one on its way out. Two
 groups if a parameter has more weights and is not divided."""
 
-LEAST_SIZE = 2.0**-108
-"""Error feedback divides by the size of a step, unless that is below this: a learning rate below 2^-60."""
+LEAST_BETA, LEAST_SIZE, MOST_EPS = 0.1, 2.0**-88, 1.0
+"""Error feedback divides by beta1 and by the size of a step, and multiplies by eps. So that moments do not overflow, nothing is
+fed back below these (the second one is a learning rate of 2^-40), and a larger eps is refused."""
 
 HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "active", "sign")
 """Columns of the hyperparameters, float64, one row per parameter. `active` is 1 if the parameter has a gradient in this step,
@@ -178,6 +184,6 @@ CONSTANTS = ("scale", "beta1", "rest1", "beta2", "rest2", "decay", "shrink", "si
     size      2^-48 lr / (1 - beta1^t), for Muon's matrices times the scale of their updates (`ADJUST_LR`)
     root      1 / sqrt(1 - beta2^t)
     eps       eps
-    feedback  (1 - beta1) / beta1 / (2^48 size), of error feedback; 0 if beta1 is 0, or size below `LEAST_SIZE`
+    feedback  (1 - beta1) / beta1 / (2^48 size), of error feedback; 0 if beta1 or size is below `LEAST_BETA` or `LEAST_SIZE`
 
 `dither.ops.reference.adamw` has the update in these terms."""

@@ -402,9 +402,11 @@ def within(
     tried: list[Fitted] = []
     short = 0  # bytes of states that host memory has no room for
     ordered = _by_cost(shape, gpu, batch * sequence, base)
-    for number in range(len(ordered) + 1):
-        savings = [saving for saving in ordered[:number] if _applies(saving, fixed, base)]
-        if number and not _applies(ordered[number - 1], fixed, base):
+    trials = [ordered[:number] for number in range(len(ordered) + 1)]
+    trials.insert(-1, [*ordered[:-2], ordered[-1]])  # without FP8 weights: smaller states may have room in host memory
+    for trial in trials:
+        savings = [saving for saving in trial if _applies(saving, fixed, base)]
+        if trial and not _applies(trial[-1], fixed, base):
             continue
         chosen = base | {path: value for saving in savings for path, value in saving.settings.items()}
         if host is not None and ON_HOST in chosen and ON_HOST not in fixed:
@@ -412,9 +414,9 @@ def within(
             if 2 * pinned > host:
                 short = short or pinned
                 del chosen[ON_HOST]
-                if ON_HOST in ordered[number - 1].settings:
+                if ON_HOST in trial[-1].settings:
                     continue
-        for part in _micro_batches(batch, sequence, fixed, number >= CHEAP):
+        for part in _micro_batches(batch, sequence, fixed, len(trial) >= CHEAP):
             settings = chosen if part == batch else {**_accumulating(chosen, fixed), "data.micro_batch": part}
             again: Checkpointing = settings.get("parallel.checkpointing", "none")
             passes = StepPasses(batch=part, sequence=sequence, number=batch // part, checkpointing=again)
@@ -540,6 +542,8 @@ def fitted_config(config: Config, memory: int | None, stored: Config | None = No
     fixed = {path: value_at(config, path) for path in FIT_FIELDS if path not in open_fields}
     if config.precision.output is not None:
         fixed |= {"precision.logits": "whole", "precision.weights": None}
+    if config.optim.error_feedback:
+        fixed |= {"precision.states": config.precision.states or "bf16"}
     shape = dense(shape_of_section(config.model, config.model.vocab))
     found = within(shape, gpu, config.data.batch, config.data.sequence, fixed, host=cpu_here().memory or None)
     taken = {path: value for path, value in found.settings.items() if path in open_fields}

@@ -757,11 +757,16 @@ class Config:
                 f"optim.release_gradients does not go with precision.mode={self.precision.mode!r}, which scales losses: an "
                 "overflow is known after the backward pass; use a bfloat16 mode."
             )
-        if self.optim.error_feedback and (self.precision.mode not in FED_BACK or self.optim.optimizer != "adamw"):
+        if self.optim.error_feedback and (self.precision.mode not in (AUTO, *FED_BACK) or self.optim.optimizer != "adamw"):
             raise UserError(
                 "optim.error_feedback=true makes up for the rounding of AdamW's BF16 or FP8 weights, and "
                 f"precision.mode={self.precision.mode!r} and optim.optimizer={self.optim.optimizer!r} are set: use the mode "
                 f"{' or '.join(FED_BACK)}, and adamw."
+            )
+        if self.optim.error_feedback and self.precision.states not in (None, *WHOLE):
+            raise UserError(
+                f"optim.error_feedback=true needs moments that hold small gradients beside large errors, and precision.states="
+                f"{self.precision.states!r} are rounded to nearest: use {' or '.join(WHOLE)}."
             )
         if self.optim.optimizer == "adam-mini" and self.precision.states not in (None, "fp32", "bf16"):
             raise UserError(

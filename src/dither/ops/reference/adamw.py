@@ -44,7 +44,7 @@ Error feedback (ECO, arXiv 2601.22101) changes the first moment once more, after
 
 While the moment decays, the part that was added moves the weight by w - q in all: in the next step by
 lr / (1 - beta1^t) * beta1 / (sqrt(v) * root + eps) times that part, which is (1 - beta1) (w - q), and by beta1 times as much in
-each step after it. So nothing is lost as long as rates and second moments stay the same, and no memory is needed.
+each step after it. So nothing is lost as long as lr / (1 - beta1^t) and second moments stay the same, and no memory is needed.
 """
 
 import math
@@ -62,7 +62,7 @@ from dither.ops.reference import philox, rounding, state_maps, weight_codes
 from dither.ops.reference import scales as scaling
 from dither.spec import Rounding, Scale
 from dither.spec.formats import TABLE, Format
-from dither.spec.optimizer import BITS, CONSTANTS, LEAST_SIZE, ODD_FACTOR, Update
+from dither.spec.optimizer import BITS, CONSTANTS, LEAST_BETA, LEAST_SIZE, ODD_FACTOR, Update
 from dither.spec.random import Draw
 
 LOW = {"split": torch.int16, "split24": torch.int8}
@@ -220,7 +220,7 @@ def prepare(
     rest1, rest2 = (1 - _power(torch.stack([beta1, beta2]), t)).float()
     size = torch.div(lr.float(), rest1) * 2.0**-48
     root = _sqrt(rest2)
-    pays = (beta1 > 0) & (size >= LEAST_SIZE)
+    pays = (beta1 >= LEAST_BETA) & (size >= LEAST_SIZE)
     ratio = torch.div((1 - beta1).float(), torch.where(pays, beta1, 1.0).float())
     feedback = torch.where(pays, torch.div(ratio, torch.where(pays, size, 1.0) * 2.0**48), 0.0)
     columns = [

@@ -52,7 +52,7 @@ from dither.ops.triton.rounding import RoundingConstants, fields
 from dither.ops.triton.scales import Scaling, scaling_fields
 from dither.ops.triton.weight_codes import RUN
 from dither.spec import Cast
-from dither.spec.optimizer import BITS, CONSTANTS, LEAST_SIZE, MAPS, Update
+from dither.spec.optimizer import BITS, CONSTANTS, LEAST_BETA, LEAST_SIZE, MAPS, Update
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ TYPES |= {torch.int16: tl.int16, torch.int8: tl.int8, torch.float8_e4m3fn: tl.ui
 INTEGERS = {4: tl.int32, 2: tl.int16, 1: tl.uint8}
 
 
-LEAST = tl.constexpr(LEAST_SIZE)
+LEAST, LEAST_MOMENTUM = tl.constexpr(LEAST_SIZE), tl.constexpr(LEAST_BETA)
 
 
 @triton.jit
@@ -157,7 +157,7 @@ def _prepare_kernel(
     tl.store(out + SIZE, size, mask=inside)
     tl.store(out + ROOT, tl.div_rn(root * 0.0 + 1.0, root), mask=inside)
     tl.store(out + EPS, tl.load(hyper + HYPER_EPS, mask=inside, other=0.0).to(tl.float32), mask=inside)
-    pays = (beta1 > 0.0) & (size >= LEAST)
+    pays = (beta1 >= LEAST_MOMENTUM) & (size >= LEAST)
     ratio = tl.div_rn((1 - beta1).to(tl.float32), tl.where(pays, beta1, 1.0).to(tl.float32))
     tl.store(out + FEEDBACK, tl.where(pays, tl.div_rn(ratio, tl.where(pays, size, 1.0) * 2.0**48), 0.0), mask=inside)
 
