@@ -173,6 +173,7 @@ def test_a_registered_transform_is_undone_after_the_cast(signs):
         (lambda: ScaleRule("x", lambda amax, format: amax.log()), r"The scale rule 'x' returns -.* scales are positive"),
         (lambda: ScaleRule("x", lambda amax, format: 1 / 0), r"reference of the scale rule 'x' raises ZeroDivisionError, div"),
         (lambda: ScaleRule("x", lambda amax: amax), r"'x' raises TypeError, .* it is a function of \(amax, format\)"),
+        (lambda: ScaleRule("x", lambda amax, format: amax > 0), r"'x' returns a float32 scale for each group, not tensor"),
         (lambda: ScaleRule("x", half, arguments=-1), r"has a number of arguments from 0 on, not -1\."),
         (lambda: ScaleRule("x", half, kernel=True), r"The scale rule 'x' has kernel=True, and kernels know built-in rules"),
         (lambda: ScaleRule("x", half, storage="pow2"), r"storage='pow2' holds powers of two alone"),
@@ -224,6 +225,41 @@ def test_a_plugin_that_raises_leaves_nothing_behind(tmp_path):
     with pytest.raises(UserError, match=r"^In the plugin 'broken.py': it registers nothing: call dither.register in it\.$"):
         registry.load_plugin(path)
     assert [each.name for each in tmp_path.iterdir()] == ["broken.py"]
+
+
+def test_a_scale_rule_is_tried_with_the_format_of_each_cast():
+    dither.register(ScaleRule("shrink", lambda amax, format: amax / format.max * (1 - 2.0**-format.mantissa_bits)))
+    assert Cast.parse("e4m3 tile(32) shrink").scaling.rule.name == "shrink"
+    with pytest.raises(UserError, match=r"The scale rule 'shrink' returns 0.0 for a group with .* in nf4: scales are positive"):
+        Cast.parse("nf4 tile(32) shrink")
+
+
+def test_a_plugin_is_a_module(tmp_path):
+    """Dataclasses and pickle look a module up by its name; one that raises is none."""
+    path, before = tmp_path / "whole.py", set(sys.modules)
+    path.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nimport pickle, dither\n"
+        "@dataclass\nclass Levels:\n    values: list[float]\n"
+        "assert pickle.loads(pickle.dumps(Levels([1.0]))) == Levels([1.0])\n"
+        "dither.register(dither.Format.from_values('whole', Levels([-1, 0, 1]).values))\n"
+    )
+    registry.load_plugin(path)
+    added = set(sys.modules) - before
+    assert len(added) == 1
+    path.write_text("1 / 0")
+    with pytest.raises(UserError, match="ZeroDivisionError"):
+        registry.load_plugin(path)
+    assert set(sys.modules) - before == added
+
+
+def test_two_files_with_one_name_are_refused(tmp_path, capsys):
+    for folder, name in (("a", "first"), ("b", "second")):
+        (tmp_path / folder).mkdir()
+        text = f"import dither\ndither.register(dither.Format.from_values('of-{name}', [0, 1]))\n"
+        (tmp_path / folder / "same.py").write_text(text)
+    words = [word for folder in "ab" for word in ("--plugin", str(tmp_path / folder / "same.py"))]
+    assert cli.main(["formats", *words]) == 2
+    assert "Two plugins are called 'same.py', by which a run keeps them: rename one of them." in capsys.readouterr().err
 
 
 def test_two_plugins_with_one_name_are_refused(tmp_path):
@@ -310,7 +346,25 @@ def test_an_installed_package_is_found_trains_and_resumes_bit_for_bit(installed,
     own_tests = runpy.run_path(str(EXAMPLE / "test_dither_penta.py"))
     assert [test() for name, test in own_tests.items() if name.startswith("test_")] == [None, None]
     refused = in_another_process(OPEN, plan).stderr.splitlines()[-1]
-    assert "needs the rounding 'coin', which is code of the package 'dither-penta' and not registered here: install" in refused
+    missing = "needs the rounding 'coin', which is code of the package 'dither-penta' and not registered here: install"
+    assert missing in refused
+    resumed = in_another_process("import sys; from dither import cli; sys.exit(cli.main(sys.argv[1:]))",
+                                 "train", "--resume", "--out", tmp_path / "whole")  # fmt: skip
+    assert resumed.returncode == 2
+    assert missing in resumed.stderr.replace("\n", " ")
+
+
+def test_a_run_opens_where_its_formats_and_recipe_are_not_registered(tmp_path):
+    path, out = tmp_path / "data.py", tmp_path / "run"
+    path.write_text("import dither\ndither.register(dither.Format.from_values('three', [-1, 0, 1]))\n"
+                    "dither.register(dither.Recipe.of('three', 'three row', 'three row', 'three row'))\n")  # fmt: skip
+    settings = [f'data.sources=["{runs.write_bottles(tmp_path / "text")}"]', *runs.SHORT, "run.steps=1"]
+    command = "import sys; from dither import cli; sys.exit(cli.main(sys.argv[1:]))"
+    begun = in_another_process(command, "train", "--plugin", path, "--out", out, "--set", *settings, "precision.recipe=three")
+    assert begun.returncode == 0, begun.stderr
+    for words in (["generate", out, "--prompt", "a", "--tokens", "2"], ["inspect", out], ["plan", "show", out / "plan.json"]):
+        opened = in_another_process(command, *words)
+        assert opened.returncode == 0, opened.stderr
 
 
 def test_a_file_is_stored_in_the_run_and_a_resume_needs_it(tmp_path, capsys, monkeypatch):

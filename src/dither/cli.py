@@ -312,7 +312,7 @@ def _import_torch(name: str, file: TextIO, long: bool) -> None:
 
 def _load_plugins(words: list[str]) -> list[str]:
     """Load the files of every `--plugin FILE`, which all commands take, and return the other words."""
-    kept, given = list[str](), iter(words)
+    kept, given, loaded = list[str](), iter(words), dict[str, registry.Plugin]()
     for word in given:
         if word == "--plugin":
             if (path := next(given, None)) is None:
@@ -323,6 +323,8 @@ def _load_plugins(words: list[str]) -> list[str]:
             kept.append(word)
             continue
         plugin = registry.load_plugin(path)
+        if loaded.setdefault(plugin.name, plugin) is not plugin:
+            raise UserError(f"Two plugins are called {plugin.name!r}, by which a run keeps them: rename one of them.")
         print(f"plugin {plugin.name}, SHA-256 {plugin.sha256}", file=sys.stderr)
     return kept
 

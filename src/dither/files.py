@@ -147,7 +147,7 @@ def open_plainly(path: str | Path, *, follow: bool = False) -> BinaryIO:
         raise Refused(f"{path.name} {why}") from None
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
-        raise Refused(f"{path.name} is not a regular file")
+        raise Refused(f"{path.name or path} is not a regular file")
     return os.fdopen(number, "rb")
 
 

@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from dither import checkpoint
+from dither.checkpoint.state import plan_of
 from dither.console import Stage, silent
 from dither.data import Corpus, Tokenizer, load_tokenizer
 from dither.data.chat import open_renderer
@@ -147,7 +149,8 @@ def opened(
             yield _folder_source(path, model, given, tokenizer, data if text else (), scratch)
             return
         found.tell()
-        config, where = loads(found.others["config"], f"config of {found.path.name}"), found.path
+        plain, where = found.plain, found.path
+        config = loads(plain["others"]["config"], f"config of {where.name}", partial(plan_of, plain))
         notes: list[str] = []
         own: Corpus | None = None
         try:

@@ -65,8 +65,8 @@ class Found:
         return step_of(self.path) if self.kind == "checkpoint" and re.search(r"-[0-9]+$", self.path.name) else None
 
     @property
-    def others(self) -> Mapping[str, Any]:
-        """The plain values of the run in a checkpoint. Their hash is checked when the checkpoint is opened."""
+    def plain(self) -> Mapping[str, Any]:
+        """The plain values of a run's checkpoint. Their hash is checked when the checkpoint is opened."""
         try:
             plain, _ = files.read_json(self.path / PLAIN)
         except files.Refused as error:
@@ -74,6 +74,12 @@ class Found:
         others = plain.get("others") if isinstance(plain, dict) else None
         if not isinstance(others, dict) or not isinstance(others.get("config"), str):
             raise UserError(f"The checkpoint {str(self.path)!r} was not made by `dither train`: it has no config.")
+        return plain  # type: ignore[no-any-return]
+
+    @property
+    def others(self) -> Mapping[str, Any]:
+        """The values in a checkpoint that are the run's own."""
+        others: Mapping[str, Any] = self.plain["others"]
         return others
 
     @property

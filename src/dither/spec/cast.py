@@ -191,6 +191,8 @@ class Cast:
                 f"A cast is either unscaled (granularity='none', scale='none') or has both a granularity and a scale; "
                 f"given were granularity={self.granularity!r} and scale={self.scale!r}."
             )
+        if scale.rule.reference is not None:
+            scale.rule.check_for(element, *scale.arguments)
         if scale.two_level and group.kind not in ("tile", "block"):
             raise UserError(f"scale={self.scale!r} scales small groups: use granularity='tile(16)', not {self.granularity!r}.")
         if scale.rule.values and group.kind not in ("tile", "block"):

@@ -145,22 +145,26 @@ class ScaleRule:
         _check_kernel(self)
         if type(self.arguments) is not int or self.arguments < 0:
             raise UserError(f"The scale rule {self.name!r} has a number of arguments from 0 on, not {self.arguments!r:.40}.")
+        for format in FORMATS["e2m1"], FORMATS["e4m3"]:
+            self.check_for(format, *[1.0] * self.arguments)
+
+    def check_for(self, format: Any, *arguments: float) -> None:
+        """Raise a UserError unless the rule returns positive finite scales for groups of many sizes in a format."""
         import torch
 
         amax = torch.tensor([2.0**-40, 0.001, 0.37, 1.0, 6.0, 448.0, 1e5, 2.0**40])
         groups = amax[:, None] * torch.tensor([-1.0, 0.5, 0.0, 0.25]) if self.values else amax
-        for format in FORMATS["e2m1"], FORMATS["e4m3"]:
-            scale = _called(self, "(amax, format) and its arguments", groups.clone(), format, *[1.0] * self.arguments)
-            if not isinstance(scale, torch.Tensor) or scale.shape != amax.shape:
-                raise UserError(f"The scale rule {self.name!r} returns one scale for each group, not {scale!r:.200}.")
-            for largest, value in zip(amax.tolist(), scale.tolist(), strict=True):
-                if not 0 < value < math.inf:
-                    raise UserError(
-                        f"The scale rule {self.name!r} returns {value} for a group with the largest magnitude {largest:g} in "
-                        f"{format.name}: scales are positive and finite."
-                    )
-                if self.storage == "pow2" and math.frexp(value)[0] != 0.5:
-                    raise UserError(f"The scale rule {self.name!r} returns {value}: storage='pow2' holds powers of two alone.")
+        scale = _called(self, "(amax, format) and its arguments", groups.clone(), format, *arguments)
+        if not isinstance(scale, torch.Tensor) or scale.shape != amax.shape or not scale.dtype.is_floating_point:
+            raise UserError(f"The scale rule {self.name!r} returns a float32 scale for each group, not {scale!r:.200}.")
+        for largest, value in zip(amax.tolist(), scale.tolist(), strict=True):
+            if not 0 < value < math.inf:
+                raise UserError(
+                    f"The scale rule {self.name!r} returns {value} for a group with the largest magnitude {largest:g} in "
+                    f"{format.name}: scales are positive and finite."
+                )
+            if self.storage == "pow2" and math.frexp(value)[0] != 0.5:
+                raise UserError(f"The scale rule {self.name!r} returns {value}: storage='pow2' holds powers of two alone.")
 
 
 @dataclass(frozen=True)
@@ -471,7 +475,12 @@ def load_plugin(path: str | Path) -> Plugin:
     with registering(f"the plugin {plugin.name!r}"), _one_sentence(f"plugin {plugin.name!r}"):
         module = ModuleType(f"dither_plugin_{plugin.sha256[:16]}")
         module.__file__ = plugin.path
-        exec(compile(text, plugin.path, "exec"), module.__dict__)  # the text of this SHA-256, and no file of bytecode
+        sys.modules[module.__name__] = module  # where dataclasses and pickle look it up
+        try:
+            exec(compile(text, plugin.path, "exec"), module.__dict__)  # the text of this SHA-256, and no file of bytecode
+        except BaseException:
+            del sys.modules[module.__name__]
+            raise
         if before == [table.here for table in TABLES.values()]:
             raise UserError("it registers nothing: call dither.register in it.")
     return PLUGINS.setdefault(plugin.sha256, plugin)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dither import checkpoint
 from dither.checkpoint.read import LoadedTensors
-from dither.checkpoint.state import optimizer_state
+from dither.checkpoint.state import optimizer_state, plan_of
 from dither.console import Stage, silent
 from dither.errors import UserError
 from dither.models.open import find_model, open_model, with_decoded
@@ -216,7 +216,7 @@ def _optimizer(plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple
         return None, "The checkpoint was saved before the first step: there are no updates yet."
     others = plain.get("others")
     text = others.get("config") if isinstance(others, dict) else None
-    config = loads(text) if isinstance(text, str) else None
+    config = loads(text, plan=lambda: plan_of(plain)) if isinstance(text, str) else None
     same = plain["same"]
     groups = [
         {

@@ -7,8 +7,9 @@ import math
 import os
 import re
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal
@@ -25,7 +26,7 @@ from dither.spec import MemoryOptions, Outliers, Plan, Sampling
 from dither.spec.deployment import DEPLOYMENTS
 from dither.spec.modes import AUTO, GRADIENTS, MODES, MOST_NORM, LossScaling, Mode
 from dither.spec.optimizer import BLOCKS, WHOLE, stores
-from dither.spec.recipes import MEASURED, NAMES, RECIPES, recipe, recipe_name
+from dither.spec.recipes import MEASURED, NAMES, RECIPES, Recipe, recipe, recipe_name
 from dither.spec.schedule import beginnings, check_name, is_file, split_forward
 
 CONFIG, PLAN, CONVERSION, ENVIRONMENT = "config.toml", "plan.json", "conversion.json", "environment.json"
@@ -959,18 +960,27 @@ def schedule(config: Config, step: int) -> float:
 
 
 def load(path: str | Path) -> Config:
-    """Read a config from a TOML file. A UserError names the file and the key that is wrong."""
+    """Read a config from a TOML file. A UserError names the file and the key that is wrong.
+
+    A run's config may name a recipe of a plugin that is not here: its plan, beside the config, has what is data of it.
+    """
     try:
         text = read_text(path)
     except Refused as error:
         if not os.path.lexists(path):
             raise UserError(f"There is no config {str(path)!r}: name a TOML file, or give fields with --set.") from None
         raise UserError(f"The config {str(path)!r} cannot be read: {error}.") from None
-    return loads(text, str(path))
+    plan = Path(path).with_name(PLAN)
+    return loads(text, str(path), partial(Plan.load, plan) if Path(path).name == CONFIG and os.path.isfile(plan) else None)
 
 
-def loads(text: str, name: str = "") -> Config:
+def loads(text: str, name: str = "", plan: Callable[[], Plan | None] | None = None) -> Config:
     r"""Parse a config from TOML. Missing keys get their defaults; unknown keys are errors.
+
+    Args:
+        text: The TOML.
+        name: The name of the config in errors.
+        plan: Returns the plan that a run with this config trained, which defines a recipe that is not known here.
 
     >>> loads("[optim]\nlr = 3e-4").optim.lr
     0.0003
@@ -979,7 +989,12 @@ def loads(text: str, name: str = "") -> Config:
     dither.errors.UserError: [optim] has no key 'learning_rate': it has optimizer, lr, min_lr, ...
     """
     try:
-        return from_table(Config, parse(text))
+        table = parse(text)
+        precision = table.get("precision")
+        recipe = precision.get("recipe") if isinstance(precision, dict) else None
+        if plan is not None and isinstance(recipe, str) and recipe not in RECIPE_NAMES and (trained := plan()) is not None:
+            RECIPES.add(Recipe(trained, "The plan of a run.", recipe), f"the config {name!r}")
+        return from_table(Config, table)
     except UserError as error:
         raise UserError(f"In the config {name!r}: {error}" if name else str(error)) from None
 

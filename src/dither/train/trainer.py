@@ -489,7 +489,7 @@ def _check_saved(path: Path, plain: Mapping[str, Any], trainer: Trainer) -> dict
             f"The checkpoint {str(path)!r} was trained on other tokens than those in {str(corpus.folder)!r}: use the "
             "same data, or train in another folder."
         )
-    saved = loads(others["config"], f"config of {path.name}")
+    saved = loads(others["config"], f"config of {path.name}", functools.partial(plan_of, plain))
     check_changes(saved, config, int(plain.get("step", 0)), str(path.parent.parent))
     check_same_base(others.get("base"), trainer.base, path)
     return others
