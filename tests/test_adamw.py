@@ -177,7 +177,7 @@ def test_error_feedback_makes_up_for_rounding_to_nearest(stored: str, spacing: f
         ({"master": "split24"}, torch.bfloat16, "master='split24' keeps it"),
         ({"states": "dynamic4"}, torch.bfloat16, "dynamic4 states that are rounded to nearest lose these"),
         ({"state_rounding": "nearest"}, torch.bfloat16, "bf16 states that are rounded to nearest lose these"),
-        ({"betas": (0.0, 0.9)}, torch.bfloat16, r"betas\[0\] is at least 0.1"),
+        ({"betas": (0.0, 0.9)}, torch.bfloat16, r"betas\[0\] is at least 0.125"),
         ({"eps": 1e26}, torch.bfloat16, "multiplies errors by eps"),
         ({"share": {"w": Role.rows_each(1)}}, torch.bfloat16, "neither Adam-mini nor the matrices of Muon"),
     ],

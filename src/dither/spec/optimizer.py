@@ -167,7 +167,7 @@ SLOTS = 8
 """Groups of STREAMED weights with room on the device: two blocks of an 8B model, one on its way in and one on its way out. Two
 groups if a parameter has more weights and is not divided."""
 
-LEAST_BETA, LEAST_SIZE, MOST_EPS = 0.1, 2.0**-88, 1.0
+LEAST_BETA, LEAST_SIZE, MOST_EPS = 0.125, 2.0**-88, 1.0
 """Error feedback divides by beta1 and by the size of a step, and multiplies by eps. So that moments do not overflow, nothing is
 fed back below these (the second one is a learning rate of 2^-40), and a larger eps is refused."""
 
