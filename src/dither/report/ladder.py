@@ -217,7 +217,7 @@ class RungRow:
 
 
 SpeedSource = Literal["alone", "shared device", "given"]
-"""Where a speed comes from: runs alone on the device, runs beside others, or the file of the ladder."""
+"""The origin of a speed: runs alone on the device, runs beside others, or the file of the ladder."""
 
 
 @dataclass(frozen=True)

@@ -53,4 +53,4 @@ def random_bits(draw: Draw, rows: int, columns: int, width: int) -> Tensor:
     words = torch.stack([word.to(torch.int32).expand(rows, blocks.numel()) for word in four], dim=-1)
     start = draw.column - first * lanes
     elements = words.view(PARTS[width]).view(rows, blocks.numel() * lanes)[:, start : start + columns]
-    return elements.to(torch.int32) & (1 << width) - 1 if width < 32 else elements
+    return elements.contiguous() if width == 32 else elements.to(torch.int32) & (1 << width) - 1
