@@ -33,6 +33,7 @@ from dither.spec import Rounding, registry
 from dither.spec.bitwidths import capacity, safe_bitwidth
 from dither.spec.engines import engine_for
 from dither.spec.formats import NF4
+from dither.train.config import load
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "plugin"
 
@@ -363,6 +364,9 @@ def test_a_run_opens_where_its_formats_and_recipe_are_not_registered(tmp_path):
     calls = [["inspect", str(out)], ["generate", str(out), "--prompt", "a", "--tokens", "2"]]
     opened = in_another_process(CALLS, json.dumps(calls))
     assert json.loads(opened.stdout.splitlines()[-1]) == [0, 0], opened
+    (out / "config.toml").write_text((out / "config.toml").read_text().replace('"three"', '"thre"'))
+    with pytest.raises(UserError, match=r"There is no precision.recipe='thre'"):
+        load(out / "config.toml")
 
 
 def test_a_file_is_stored_in_the_run_and_a_resume_needs_it(tmp_path, capsys, monkeypatch):

@@ -991,9 +991,11 @@ def loads(text: str, name: str = "", plan: Callable[[], Plan | None] | None = No
     try:
         table = parse(text)
         precision = table.get("precision")
-        recipe = precision.get("recipe") if isinstance(precision, dict) else None
-        if plan is not None and isinstance(recipe, str) and recipe not in RECIPE_NAMES and (trained := plan()) is not None:
-            RECIPES.add(Recipe(trained, "The plan of a run.", recipe), f"the config {name!r}")
+        wanted = precision.get("recipe") if isinstance(precision, dict) else None
+        if plan is not None and isinstance(wanted, str) and wanted not in RECIPE_NAMES:
+            trained = plan()
+            if trained is not None and trained.provenance.get("recipe") == wanted:  # a wrong name stays an error
+                RECIPES.add(Recipe(trained, "The plan of a run.", wanted), f"the config {name!r}")
         return from_table(Config, table)
     except UserError as error:
         raise UserError(f"In the config {name!r}: {error}" if name else str(error)) from None
