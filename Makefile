@@ -22,7 +22,7 @@ help:
 	@echo 'make e2e       all methods together in tiny runs on a CPU: resumed bits, losses, refusals, a table (E2E="--only 3": one)'
 	@echo 'make check     ruff and mypy'
 	@echo 'make docs      build the documentation site into site/, strictly and without a network'
-	@echo 'make reproduce CLAIM=fp8-recipes  train the ladder of reproduce/fp8-recipes and write its report (LADDER=--tiny: a try on a CPU)'
+	@echo 'make reproduce CLAIM=recipes  train the ladder of reproduce/recipes and write its report (LADDER=--tiny: a try on a CPU)'
 	@echo 'make soak      kills, flipped bits, full disks, hostile input: a scoreboard, in under twenty minutes (SOAK="--scale 10": more)'
 	@echo 'make fuzz      mutated input for every reader of files, guided by coverage, for a minute (FUZZ="--seconds 600": longer)'
 	@echo 'make gpu-test  run the tests marked gpu with $(PYTHON) as it is, installing nothing (JOBS=8: in eight processes)'

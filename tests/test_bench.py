@@ -274,6 +274,16 @@ def test_modes_take_turns_in_one_process(small):
     assert rows[1].peers == (Beside("o1", rows[0].ms),)
 
 
+def test_modes_compile_ahead_of_their_turn():
+    settings = bench_train.StepSettings("cpu", sequence=8, warmup=0, steps=1, batch=1)
+    cases = [("tiny", "o1"), ("tiny", "torchao-rowwise"), ("tiny", "bf16-sr")]
+    ahead = bench_train.Ahead(cases, settings, 1)
+    found = {mode: ahead.measured(size, mode) for size, mode in cases}
+    assert found["o1"].ms > 0
+    assert found["bf16-sr"].ms > 0
+    assert "torchao" in found["torchao-rowwise"].why
+
+
 def test_too_little_memory_is_said(small, monkeypatch):
     here = bench_train.cpu_here()
     monkeypatch.setattr(bench_train, "cpu_here", lambda: replace(here, memory=1 << 10))

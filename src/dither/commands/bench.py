@@ -21,7 +21,7 @@ def bench(
     sizes: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SIZE...", help_behavior_hint="")] = (),
     modes: Annotated[tuple[str, ...], tyro.conf.arg(metavar="MODE...", help_behavior_hint="")] = (),
     together: bool = False,
-    prepare: bool = False,
+    ahead: Annotated[int, tyro.conf.arg(metavar="N")] = 0,
     peer: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="FOLDER")] = None,
@@ -41,7 +41,7 @@ def bench(
         sizes: Llamas of train and plan: tiny, 134m, 360m, 1b, 3b, 8b4, 8b; by default 1b, or tiny on a CPU.
         modes: Precisions of train, such as o1 bf16-sr recipe:fp8-block+sr; docs/benchmarks.md describes them.
         together: Let the modes of train take turns in one process, which shows differences below a percent.
-        prepare: Compile the modes of train in parallel first, on a GPU.
+        ahead: Compile so many modes of train beside the one that is timed, each in a process of its own, on a GPU.
         peer: A folder with peers that are not installed, such as an unpacked wheel of torchao.
         device: Where to measure: auto is cuda if there is a GPU.
         out: Write bench.json and bench.md into this folder after each row; results of the same machine are kept.
@@ -56,6 +56,8 @@ def bench(
     chosen = suites or ("kernels", "train", "plan")
     if modes and "train" not in chosen:
         raise UserError("--modes are those of training steps: name the suite train too.")
+    if ahead < 0 or (ahead and together):
+        raise UserError("--ahead is the number of processes beside the timed one, and --together has a single process.")
     if sizes and not {"train", "plan"} & set(chosen):
         raise UserError("--sizes are those of train and plan: name one of these suites too.")
     if device == "cuda" and best_device() != "cuda":
@@ -69,7 +71,7 @@ def bench(
         bars.say(baseline)
     families = {
         "kernels": lambda: bench_kernels.cases(settings),
-        "train": lambda: bench_train.cases(settings, sizes, modes, together=together, prepare=prepare),
+        "train": lambda: bench_train.cases(settings, sizes, modes, together=together, ahead=ahead),
         "plan": lambda: bench_plan.cases(settings, sizes),
     }
     cases = {suite: list(families[suite]()) for suite in chosen}

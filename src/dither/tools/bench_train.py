@@ -38,13 +38,15 @@ and of FP8 recipes torchao with the same scales; the limit is the time of the mu
 import concurrent.futures
 import contextlib
 import dataclasses
+import gc
 import itertools
 import math
 import multiprocessing
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -529,11 +531,20 @@ def measure(size: str, modes: Sequence[str], settings: StepSettings) -> dict[str
     }
 
 
-def processes(count: int) -> concurrent.futures.ProcessPoolExecutor:
+def processes(count: int, *, taking_turns: bool = False) -> concurrent.futures.ProcessPoolExecutor:
     """Return a pool of processes for one task each, forked from a process that has imported torch and uses no GPU."""
     births = multiprocessing.get_context("forkserver")
     births.set_forkserver_preload(["torch", "sympy", "numpy"])
-    return concurrent.futures.ProcessPoolExecutor(count, mp_context=births, max_tasks_per_child=1)
+    turns: dict[str, Any] = {"initializer": _take_turns, "initargs": (births.Lock(),)} if taking_turns else {}
+    return concurrent.futures.ProcessPoolExecutor(count, mp_context=births, max_tasks_per_child=1, **turns)
+
+
+TURN: list[Any] = []
+"""In a process of `Ahead`: the lock of the one that is timed."""
+
+
+def _take_turns(lock: Any) -> None:
+    TURN.append(lock)
 
 
 def separately(size: str, modes: Sequence[str], settings: StepSettings) -> dict[str, Measured]:
@@ -547,12 +558,33 @@ def separately(size: str, modes: Sequence[str], settings: StepSettings) -> dict[
         return dict.fromkeys(modes, Measured(why=reason(error)))
 
 
-def compile_first(sizes: Sequence[str], modes: Sequence[str], settings: StepSettings) -> None:
-    """Run one step of two layers of each size and mode in parallel, so that timed runs find their blocks compiled."""
-    shortened = dataclasses.replace(settings, layers=2, warmup=0, steps=1)
-    with processes(10) as pool:
-        for size, mode in itertools.product(sizes, modes):
-            pool.submit(measure, size, [mode], shortened)  # a failure shows again when it is timed
+class Ahead:
+    """Sizes and modes of which one at a time is timed, while others compile their blocks in a model of two layers."""
+
+    def __init__(self, cases: Iterable[tuple[str, str]], settings: StepSettings, ahead: int) -> None:
+        self.pool = processes(ahead + 1, taking_turns=True)
+        self.begun = {(size, mode): self.pool.submit(_compile_and_measure, size, mode, settings) for size, mode in cases}
+
+    def measured(self, size: str, mode: str) -> Measured | None:
+        """Return the step of a mode when its turn is over; None if a process died, which ends the others too."""
+        try:
+            return self.begun[size, mode].result()
+        except BrokenProcessPool:
+            return None
+
+
+def _compile_and_measure(size: str, mode: str, settings: StepSettings) -> Measured:
+    """Compile the blocks while others are timed, and measure when it is this one's turn."""
+    torch._inductor.config.compile_threads = 1  # the timed one needs cores to launch its kernels
+    with contextlib.suppress(Exception):  # a failure shows again when it is timed
+        measure(size, [mode], dataclasses.replace(settings, layers=2, warmup=0, steps=1))
+    gc.collect()
+    torch.cuda.empty_cache()
+    with TURN[0]:
+        try:
+            return measure(size, [mode], settings)[mode]
+        except Exception as error:  # any failure is a result here
+            return Measured(why=reason(error))
 
 
 # The suite ----------------------------------------------------------------------------------------------------------------
@@ -566,7 +598,7 @@ def settings_of(bench: Bench) -> StepSettings:
 
 
 def cases(
-    bench: Bench, sizes: Sequence[str] = (), modes: Sequence[str] = (), *, together: bool = False, prepare: bool = False
+    bench: Bench, sizes: Sequence[str] = (), modes: Sequence[str] = (), *, together: bool = False, ahead: int = 0
 ) -> Iterator[Case]:
     """Yield the benchmarks of training steps: by default, the precisions of the guide at 1B, or at the tiny size on a CPU."""
     sizes = tuple(sizes) or (("134m" if bench.quick else "1b",) if bench.cuda else ("tiny",))
@@ -576,10 +608,11 @@ def cases(
     settings = settings_of(bench)
     asked = tuple(dict.fromkeys((*(peer for mode in modes for peer in peers_of(mode)), *modes)))
     found: dict[tuple[str, str], Measured] = {}
-    if prepare and bench.cuda:
-        compile_first(sizes, asked, settings)
+    begun = Ahead(itertools.product(sizes, asked), settings, ahead) if ahead and bench.cuda else None
 
     def measured(size: str, mode: str) -> Measured:
+        if begun is not None and (size, mode) not in found and (step := begun.measured(size, mode)) is not None:
+            found[size, mode] = step
         if (size, mode) not in found:
             group = modes if together and mode in modes else (mode,)
             found.update({(size, each): step for each, step in separately(size, group, settings).items()})

@@ -237,9 +237,12 @@ def tiny(ladder: Ladder) -> Ladder:
     names = [Arm.parse(arm) for arm in ladder.arms]
     early = {}
     for arm in names:
-        set_by = dict(arm.settings)
-        soon = ",snip.start=1,snip.delay=1" + ",snip.horizon=4" * (set_by.get("snip.probe") == "sampling")
-        early[arm.text] = arm.text + soon * ("snip.target" in set_by)
+        settings = dict(arm.settings)
+        if "snip.target" in settings:
+            horizon = {"snip.horizon": "4"} if settings.get("snip.probe") == "sampling" else {}
+            settings |= {"snip.start": "1", "snip.delay": "1", **horizon}
+        each = ",".join(f"{path}={value}" for path, value in settings.items())
+        early[arm.text] = f"{arm.name}@{each}" if settings else arm.text
     base = early[ladder.base]
     short = Rung(model="tiny", tokens_per_parameter=(4 * per_step, 8 * per_step), arms=(base,))  # for the law of the tokens
     rungs = (short, Rung(model="tiny", tokens_per_parameter=(16 * per_step,)))
