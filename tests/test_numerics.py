@@ -13,7 +13,7 @@ from dither.numerics import counts as numerics
 from dither.numerics.counts import COUNTS, cast_counts, exponent_counts, required_factor, spacing, update_counts
 from dither.ops.reference import mx_fp8
 from dither.ops.reference import scales as scaling
-from dither.spec import Cast
+from dither.spec import OPERANDS, Cast
 from dither.spec.formats import Format
 
 
@@ -189,11 +189,12 @@ def test_numbers_in_tiles_that_fp8_does_not_hold():
         assert dict(zip(COUNTS, found.counts.tolist(), strict=True))["unfit"] == unfit
     values, scale, _ = torch.ops.dither.quantize(x, "mxfp4", 1, None, "", 0, None, 0, 0, "reference")
     assert mx_fp8.as_fp8(values, scale, 300)[2].tolist() == [1]
+    assert cast_counts(x, Cast.parse("mxfp4"), 1, None, "grad").counts[-1] == 0
     # A weight has to fit in blocks: the first rows of this one have exponents 15 apart, and other columns none.
     x[0, 40], x[2, 200] = 0.0, 2.0**-20
-    assert [cast_counts(x, Cast.parse("mxfp4"), 1, None, weight).counts[-1] for weight in (False, True)] == [0, 0]
+    assert [cast_counts(x, Cast.parse("mxfp4"), 1, None, operand).counts[-1] for operand in OPERANDS] == [0, 0, 0]
     x[1, 0], x[1, 40] = 2.0**-15, 0.0
-    assert [cast_counts(x, Cast.parse("mxfp4"), 1, None, weight).counts[-1] for weight in (False, True)] == [0, 900]
+    assert [cast_counts(x, Cast.parse("mxfp4"), 1, None, operand).counts[-1] for operand in OPERANDS] == [0, 900, 0]
     values, scale, _ = torch.ops.dither.quantize(x, "mxfp4", 1, None, "", 0, None, 0, 0, "reference")
     assert [mx_fp8.as_fp8(values, scale, 300, blocks)[2].tolist() for blocks in (False, True)] == [[0], [1]]
 

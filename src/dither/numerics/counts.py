@@ -35,7 +35,7 @@ from dither.spec.formats import Format
 from dither.spec.groups import GroupLayout
 
 COUNTS = ("elements", "zeros", "nonfinite", "clipped", "flushed", "subnormal", "unfit")
-"""The columns of `CastCounts.counts`. Unfit are numbers in 1 x 128 tiles of MXFP4 that FP8 does not hold."""
+"""The columns of `CastCounts.counts`. Unfit are MXFP4 numbers of the forward product that FP8 does not hold."""
 
 SAMPLE = 1 << 16
 """Medians are taken over at most this many evenly spaced numbers: sorting a whole weight would dominate the time."""
@@ -55,11 +55,11 @@ class CastCounts(NamedTuple):
     """float32[groups]: the scales, by which codes are multiplied; [0] for an unscaled cast."""
 
 
-def cast_counts(x: Tensor, cast: Cast, axis: int = -1, given_amax: Tensor | None = None, weight: bool = False) -> CastCounts:
+def cast_counts(x: Tensor, cast: Cast, axis: int = -1, given_amax: Tensor | None = None, operand: str = "input") -> CastCounts:
     """Count the numbers that casting `x` along `axis` clips, flushes to zero or makes subnormal.
 
-    `given_amax` (0-d float32) replaces the tensor's own largest magnitude, as in delayed scaling. A `weight` in MXFP4 has to
-    fit FP8 in blocks of 128 x 128, other operands in tiles of 1 x 128.
+    `given_amax` (0-d float32) replaces the tensor's own largest magnitude, as in delayed scaling. In MXFP4 a weight
+    has to fit FP8 in blocks of 128 x 128 and an input in tiles of 1 x 128. FP8 units multiply no "grad".
 
     >>> found = cast_counts(torch.tensor([0.0, 0.2, 0.3, 1.0, 6.0, 7.0]), Cast("e2m1"))
     >>> dict(zip(COUNTS, found.counts.tolist(), strict=True))  # 7 would be 8; 0.2 is below 0.25; 0.3 becomes 0.5
@@ -91,8 +91,9 @@ def cast_counts(x: Tensor, cast: Cast, axis: int = -1, given_amax: Tensor | None
     if factors is not None:
         scale = (factors.restore if factors.tensor is None else factors.restore * factors.tensor).flatten()
     unfit = zeros.new_zeros(1)
-    if factors is not None and is_mxfp4(cast):
-        unfit = _unfit(factors.restore, scales.group_amax(x_BRC.float(), layout) > 0, weight).clamp(max=x.numel())
+    if factors is not None and is_mxfp4(cast) and operand != "grad":
+        used_BPQ = scales.group_amax(x_BRC.float(), layout) > 0
+        unfit = _unfit(factors.restore, used_BPQ, operand == "weight").clamp(max=x.numel())
     return CastCounts(torch.cat([counts, changed, unfit.double()]), amax, scale)
 
 

@@ -82,8 +82,8 @@ class Operand:
     scale: tuple[float, float, float] | None
     """Minimum, median and maximum of the scale over groups; None for an unscaled cast."""
     unfit: float = 0.0
-    """Fraction of all numbers in tiles of MXFP4 (1 x 128; of weights 128 x 128) that FP8 does not hold: `fp8-mxfp4` takes them
-    in BF16."""
+    """Fraction of all numbers of an input or weight in tiles of MXFP4 (1 x 128; of weights 128 x 128) that FP8 does not hold:
+    `fp8-mxfp4` takes them in BF16."""
 
     @property
     def worst(self) -> float:
@@ -378,7 +378,7 @@ class Observer:
         if given is not None:
             given = torch.where(given > 0, given, x.abs().amax().float())
         self.casts.setdefault((name, operand), (str(cast), came))
-        self.summaries.setdefault((name, operand), []).append(summary(cast_counts(x, cast, axis, given, operand == "weight")))
+        self.summaries.setdefault((name, operand), []).append(summary(cast_counts(x, cast, axis, given, operand)))
 
     def lines(self, device: torch.device) -> Tensor:
         """Return the numbers of each operand over all calls: float64[layers, 30]."""
