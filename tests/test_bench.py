@@ -373,12 +373,6 @@ def test_every_mode_of_the_docstring_is_parsed():
     assert {mode.method for mode in found} == set(bench_train.FIELDS)
 
 
-def test_native_units_of_a_mode_need_a_gpu():
-    assert bench_train.parse_mode("recipe:mxfp4+fp8-mxfp4+sr").units == ("fp8-mxfp4",)
-    with pytest.raises(UserError, match=r"'recipe:mxfp4\+fp8-mxfp4' needs the matrix units of a GPU: leave \+fp8-mxfp4 out"):
-        bench_train.build("tiny", "recipe:mxfp4+fp8-mxfp4", bench_train.StepSettings("cpu"))
-
-
 def test_parts_are_fields():
     assert bench_train.parse_mode("recipe:fp8-block+output+sr+companded8+release+input+one+fsdp-codes") == bench_train.StepMode(
         "recipe", "fp8-block", output=True, sr=True, states="companded8", release=True, save="input", hold="one",

@@ -16,7 +16,6 @@ and of FP8 recipes torchao with the same scales; the limit is the time of the mu
     torchao-rowwise      the same with one scale per row
     recipe:NAME          o1 with dither.convert(model, NAME): only the linear layers differ
     recipe:NAME+sr       bf16-sr with dither.convert(model, NAME)
-    recipe:NAME+fp8-mxfp4  recipe:NAME with MXFP4 on FP8 units, as if `dither doctor` had verified them; before the others
     recipe:NAME+output   recipe:NAME with the output layer in the same precision; recipe:NAME+output+sr with bf16-sr
     torchao-tensorwise+adamw8bit    bfloat16 parameters, torchao's layers and its AdamW8bit with stochastic rounding
     SR+companded8        bf16-sr or a recipe with +sr, with 8-bit states; SR+dynamic8 and SR+dynamic4 likewise
@@ -58,7 +57,6 @@ from dither.errors import UserError
 from dither.models import PRESETS, Llama, compile_blocks, flops_per_token
 from dither.nn import capture_passes, convert, param_groups, sampling_parameters, step_context, store_weights
 from dither.nn.convert import Conversion
-from dither.ops import backend
 from dither.optim import AdamMini, AdamW, Training, release_gradients, roles, training
 from dither.parallel.apply import recompute_blocks
 from dither.spec import MemoryOptions, Plan, Sampling
@@ -116,8 +114,6 @@ class StepMode:
     """The word before the colon or the first plus sign."""
     name: str = ""
     """The recipe, or the parts of the model whose weights are sampled."""
-    units: tuple[str, ...] = ()
-    """Native units that are taken as verified."""
     output: bool = False
     """True if the output layer has the precision of the recipe too."""
     sr: bool = False
@@ -156,7 +152,6 @@ class StepMode:
 
 
 PARTS: dict[str, tuple[str, object]] = {
-    "fp8-mxfp4": ("units", ("fp8-mxfp4",)),
     "output": ("output", True),
     "sr": ("sr", True),
     "fp8-weights": ("stored", True),
@@ -193,7 +188,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "bf16-sr": (*LEAN, "fsdp", "graphs"),
     "torchao-tensorwise": ("eight_bit", "fsdp"),
     "torchao-rowwise": ("fsdp",),
-    "recipe": ("units", "output", "sr", "stored", *LEAN, "save", "hold", "swiglu", "fsdp", "graphs"),
+    "recipe": ("output", "sr", "stored", *LEAN, "save", "hold", "swiglu", "fsdp", "graphs"),
     "gaussws": ("recompute", "optimizer", "fsdp", "graphs"),
     "diffq": ("recompute", "optimizer", "fsdp", "graphs"),
 }
@@ -341,10 +336,7 @@ def build(size: str, mode: str, settings: StepSettings) -> Built:
     if chosen.method == "recipe":
         plan = recipe(chosen.name)
         memory = MemoryOptions(chosen.save, chosen.hold, chosen.swiglu)  # type: ignore[arg-type]
-        here = backend.describe(torch.device(device), chosen.units) if chosen.units else None
-        if chosen.units and here is None:
-            raise UserError(f"The mode {mode!r} needs the matrix units of a GPU: leave +{'+'.join(chosen.units)} out.")
-        converted = convert(model, plan.with_output() if chosen.output else plan, memory=memory, engines=here)
+        converted = convert(model, plan.with_output() if chosen.output else plan, memory=memory)
         engines = _engines(converted)
         if chosen.stored:
             store_weights(model)
