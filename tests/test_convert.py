@@ -445,7 +445,7 @@ def test_engines_in_the_record_are_those_of_the_gpu(model, gpu):
     found = {layer.name: layer.engines for layer in record.layers}
     assert found["blocks.0.up"] == ("fp8-container",) * 3
     assert found["blocks.0.down"] == ("fp8",) * 3
-    assert found["head"] == ("bf16",) * 3
+    assert found["head"] == ("fp8-mxfp4", "bf16", "bf16")
 
 
 @pytest.mark.sampled(cover=1)

@@ -12,6 +12,7 @@ from dither.exporting import rollout
 from dither.nn import Linear, clipping, convert, experts, grouped
 from dither.nn.bitwidths import learned_parameters
 from dither.nn.layers import Conv1D
+from dither.ops import backend
 from dither.optim.training import Float32Products
 from dither.spec import LayerPrecision, MemoryOptions, Plan
 from dither.spec.deployment import DEPLOYMENTS
@@ -111,6 +112,13 @@ def test_what_cannot_be_grouped_runs_one_by_one(name):
     each = module("mixtral", LOOPED[name])
     assert experts._group_multiple(each, route()[0]) == 0
     learn(each, *route())
+
+
+def test_engines_of_experts_are_those_of_grouped_products(monkeypatch):
+    monkeypatch.setattr(backend, "capability_of", lambda device: (9, 0))
+    for gradients, forward in (("mxfp4", "bf16"), ("mxfp4 stochastic(16)", "fp8-mxfp4")):  # which run one by one
+        first = module("mixtral", ("mxfp4", "mxfp4", gradients)).dither["gate_up_proj"].first
+        assert tuple(first.engines("cuda").values()) == (forward, "bf16", "bf16")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,11 +11,11 @@ from torch import Tensor
 import dither.ops
 from dither import Cast, UserError
 from dither.nn import functional
-from dither.ops import backend
+from dither.ops import backend, torch_ops
 from dither.ops.reference import matmul as reference
 from dither.ops.reference import mx_fp8
 from dither.ops.reference.matmul import Operand
-from dither.spec.engines import CONTAINED, Engine, container, engine_for, engines_of
+from dither.spec.engines import CONTAINED, TRIED, Engine, container, engine_for, engines_of
 from dither.spec.formats import Format
 from dither.spec.layer import LayerPrecision
 from dither.spec.recipes import RECIPES
@@ -134,6 +134,7 @@ def test_the_operator_keeps_the_rules_of_torch(a: str, b: str) -> None:
         ("nvfp4", "e2m1 block(16) nvfp4", "bf16", ""),
         ("int8 tensor", "int8 row", "int8", ""),
         ("int8 row", "int8 tile(128)", "bf16", "group"),
+        ("mxfp4", "mxfp4", "bf16", ""),
         ("mxfp4", "", "bf16", ""),
         ("e4m3 tile(64)", "e4m3 block(64)", "bf16", "group"),
         ("e5m2 tile(128)", "e4m3 block(128)", "bf16", "group"),
@@ -191,6 +192,7 @@ def test_fp16_is_multiplied_where_it_is_not_cast() -> None:
         ("mxfp8", "mxfp4", "mxfp8 mxfp4", "bf16"),  # torch multiplies only pairs of a kind
         ("mxfp8", "mxfp8", "mxfp4", "bf16"),
         ("mxfp4", "mxfp4", "fp8-mxfp4", "fp8-mxfp4"),
+        ("mxfp4", "mxfp4", "fp8-mxfp4 mxfp4", "mxfp4"),
         ("mxfp8", "mxfp4", "fp8-mxfp4 fp8-group", "bf16"),
         ("e4m3 row", "e4m3 row", "fp8-row", "fp8"),
         ("e4m3 row", "e4m3 row", "fp8-tensor", "bf16"),
@@ -198,11 +200,12 @@ def test_fp16_is_multiplied_where_it_is_not_cast() -> None:
     ],
 )
 def test_native_units_are_used_once_they_are_verified(a: str, b: str, verified: str, name: str) -> None:
-    casts = [Cast.parse(text) for text in (a, b)]
-    assert engine_for(*casts, SIZE, BLACKWELL, verified=verified.split()).name == name
-    assert engine_for(*casts, SIZE, BLACKWELL).name == "bf16"
+    casts, usable = [Cast.parse(text) for text in (a, b)], verified.split()
+    assert engine_for(*casts, SIZE, BLACKWELL, verified=usable, forward=True).name == name
+    assert engine_for(*casts, SIZE, BLACKWELL, verified=usable).name == ("bf16" if name == "fp8-mxfp4" else name)
+    assert engine_for(*casts, SIZE, BLACKWELL, forward=True).name == "bf16"
     for size in ((256, 40, 384), (256, 512, 100)):  # not in steps of 16 bytes
-        assert engine_for(*casts, size, BLACKWELL, verified=verified.split()).name == "bf16"
+        assert engine_for(*casts, size, BLACKWELL, verified=usable, forward=True).name == "bf16"
 
 
 def test_an_operand_in_float32_is_multiplied_in_float32() -> None:
@@ -318,22 +321,78 @@ def test_blocks_that_do_not_fit_fp8(kernels, monkeypatch) -> None:
     monkeypatch.setattr(kernels, "scaled_mm", cublas_scaled_mm)
     x, y, bias = wide_data(300, 336, 5), wide_data(208, 336, 130), torch.ones(208)
     a, b = operand(x, "mxfp4"), operand(y, "mxfp4")
-    result = kernels.product(a, b, bias, torch.float32, fast=False, emulate=False, where="here", verified="fp8-mxfp4")
+    result = kernels.product(a, b, bias, torch.float32, fast=False, emulate=False, where="here", forward=True)
     close(result, exact(x, "mxfp4"), exact(y, "mxfp4"), bias)
-    (left, left_scale, _), (right, right_scale, _) = (mx_fp8.as_fp8(each.values, each.scale, 336) for each in (a, b))
-    kind = "BlockWise1x128"
-    fp8 = cublas_scaled_mm(left, right.T, left_scale, kind, right_scale, kind, output_dtype=torch.float32) + bias
+    left, left_scale, _ = mx_fp8.as_fp8(a.values, a.scale, 336)
+    right, right_scale, unfit = mx_fp8.as_fp8(b.values, b.scale, 336, blocks=True)
+    assert unfit.tolist()[0] == 0
+    tiles, blocks = (left_scale, "BlockWise1x128"), (kernels._block_scale(right_scale), "BlockWise128x128")
+    fp8 = cublas_scaled_mm(left, right.T, *tiles, *blocks, output_dtype=torch.float32) + bias
     assert torch.equal(result[128:, :128], fp8[128:, :128])
     assert not torch.allclose(result[5], fp8[5])  # what FP8 units alone would lose
     assert not torch.allclose(result[:, 130], fp8[:, 130])
-    # A weight has blocks of 128 x 128; those of y fit but for one row.
-    options = {"fast": False, "emulate": False, "where": "here", "verified": "fp8-mxfp4", "weight": True}
-    blocks = kernels.product(a, b, bias, torch.float32, **options)
-    close(blocks, exact(x, "mxfp4"), exact(y, "mxfp4"), bias)
-    assert mx_fp8.as_fp8(b.values, b.scale, 336, True)[2].tolist()[0] == 0
     expected = fp8 - bias
     mx_fp8.replace_unfit(expected, (a.values, a.scale), torch.tensor([1, 0, 0]), (b.values, b.scale), torch.tensor([0, 1]), 336)
     assert torch.allclose(result, expected + bias, rtol=1e-5, atol=1e-4 * float(result.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("name", "outputs", "transposed", "engines"),
+    [
+        ("mxfp4", 144, False, ("fp8-mxfp4", "bf16", "bf16")),
+        ("mxfp4", 144, True, ("fp8-mxfp4", "bf16", "bf16")),
+        ("mxfp4", 40, False, ("bf16", "bf16", "bf16")),
+        ("quartet", 144, False, ("fp8-mxfp4", "bf16", "bf16")),
+        ("mxfp8", 144, False, ("bf16", "bf16", "bf16")),
+    ],
+)
+def test_fp8_units_multiply_mxfp4_in_forward_alone(kernels, monkeypatch, name, outputs, transposed, engines) -> None:
+    """A layer as on a Hopper GPU: FP8 units change neither the bits of gradients nor what is kept for backward."""
+    ran: list[str] = []
+
+    def on_bf16_units(a, a_casting, b, b_casting, settings) -> bool:
+        return not settings.emulate and a_casting.held and b_casting.held
+
+    def bf16_product(a, a_casting, b, b_casting, length, bias, dtype, after) -> Tensor:
+        ran.append("bf16")
+        left, right = (functional.bf16_numbers(*each, length).float() for each in ((a, a_casting), (b, b_casting)))
+        return left @ right.T if bias is None else left @ right.T + bias
+
+    def scaled_mm(*args, **options) -> Tensor:
+        ran.append("fp8-mxfp4")
+        return cublas_scaled_mm(*args, **options)
+
+    monkeypatch.setattr(kernels, "scaled_mm", scaled_mm)
+    monkeypatch.setattr(functional, "_on_bf16_units", on_bf16_units)
+    monkeypatch.setattr(functional, "_bf16_product", bf16_product)
+    choose = torch_ops.implementation
+    precision = RECIPES[name].plan.default
+    x, w, bias = wide_data(48, 160, 5), data(48, outputs, 160)[1], data(48, outputs, 160)[2]
+    w = w.T.contiguous() if transposed else w
+    state = functional.State(torch.tensor([3, 5]), torch.tensor(functional.keys("up", 0)))
+
+    def results(gpu: bool, tried: tuple[str, ...]) -> tuple[list[Tensor], int]:
+        ran.clear()
+        monkeypatch.setattr(backend, "tried_units", lambda: tried)
+        modules = {"matmul": kernels} if gpu else {}
+        monkeypatch.setattr(torch_ops, "implementation", lambda op, *how: modules.get(op) or choose(op, *how))
+        settings = functional.make_settings(precision, transposed=transposed, gpu=gpu)
+        leaves, kept = [each.clone().requires_grad_() for each in (x, w)], []
+        with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each.nbytes) or each, lambda each: each):
+            y = functional.linear(leaves[0], leaves[1], bias, settings, state=state)
+        y.backward(data(48, 160, outputs)[0])
+        return [y.detach(), *(each.grad for each in leaves)], sum(kept)
+
+    by_fp8, kept = results(True, TRIED[HOPPER])
+    assert tuple(ran) == engines
+    by_bf16, kept_by_bf16 = results(True, ())
+    assert ran == ["bf16"] * 3
+    assert kept == kept_by_bf16
+    expected, _ = results(False, ())
+    for one, wanted in zip(by_fp8, expected, strict=True):
+        assert torch.allclose(one, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+    for one, other in zip(by_fp8[1:], by_bf16[1:], strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(

@@ -163,19 +163,21 @@ def test_gradients_are_those_of_the_cast_operands(name: str, size: tuple, dtype:
     layer = layer_of(how, w, b)
     if None in (how.input, how.weight, how.grad) and dtype == torch.bfloat16:
         layer, w, b = layer.bfloat16(), w.bfloat16().float(), b.bfloat16().float()
-    elif None not in (how.input, how.weight, how.grad):
-        assert set(layer.engines("cuda").values()) == {ENGINES.get(name, "bf16")}
+    # Where neither operand is cast this is torch's own product, which may add parts in bfloat16.
+    plain = {"forward": (how.input, how.weight), "input_grad": (how.grad, how.weight), "weight_grad": (how.grad, how.input)}
+    engines = dict.fromkeys(plain, ENGINES.get(name, "bf16")) | ({"forward": "fp8-mxfp4"} if name == "mxfp4" else {})
+    if None not in (how.input, how.weight, how.grad):
+        assert layer.engines("cuda") == engines
     with step_context(layer, step=STEP, row=ROW):
         y, dx, dw, db = run(layer, x, dy)
     expected = products(x, w, dy, how)
-    engine = ENGINES.get(name, "bf16")
-    # Where neither operand is cast this is torch's own product, which may add parts in bfloat16.
-    plain = {"forward": (how.input, how.weight), "input_grad": (how.grad, how.weight), "weight_grad": (how.grad, how.input)}
     lost = {
-        which: 2.0**-8 if pair == (None, None) else share(engine, length, fast=engine == "fp8" and which == "forward")
+        which: 2.0**-8
+        if pair == (None, None)
+        else share(engines[which], length, fast=engines[which] == "fp8" and which == "forward")
         for (which, pair), length in zip(plain.items(), (size[1], size[2], size[0]), strict=True)
     }
-    twice = 1 + (engine == "bf16")
+    twice = 1 + ("bf16" in engines.values())
     within(y, expected["forward"], lost["forward"], b, roundings=twice)
     within(dx, expected["input_grad"], lost["input_grad"], roundings=twice)
     within(dw, expected["weight_grad"], lost["weight_grad"], roundings=twice)

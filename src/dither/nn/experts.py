@@ -25,6 +25,7 @@ from dither.nn.functional import Castings, OperandCodes, Settings, autocast_dtyp
 from dither.nn.grouped import grouped_linear, row_multiple
 from dither.nn.linear import Choice, Linear, Program
 from dither.spec import LayerPrecision, MemoryOptions
+from dither.spec.engines import ALIGNMENT
 
 NAME = "dither"
 """Name of Dither's function in the registry of transformers, and of the child module in a converted module."""
@@ -71,6 +72,14 @@ class ExpertLinear(Linear):
         """True if the matrices of all experts are cast at once: the first expert holds their codes."""
         whole = self.learned_weight()
         return whole.is_contiguous() and type(whole) in (Tensor, nn.Parameter) and self.row_multiples[int(whole.is_cuda)] > 0
+
+    def engines_for(
+        self, choice: Choice, device: torch.device | str, tokens: int = ALIGNMENT, name: str = ""
+    ) -> dict[str, str]:
+        """Return the engines that the layer would have; grouped products have BF16 units alone."""
+        found = super().engines_for(choice, device, tokens, name)
+        alone = found["forward"] == "fp8-mxfp4" and self.row_multiples[1] > 0
+        return found | {"forward": "bf16"} if alone else found
 
     def stacked_codes(self) -> OperandCodes | None:
         """Return the codes of the matrices of all experts, [experts * rows, columns], if the first expert holds them."""

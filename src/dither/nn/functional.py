@@ -210,6 +210,8 @@ class Settings(NamedTuple):
     emulate: bool
     verified: str = ""
     """Native units that passed the self-test on this machine, with commas between: see `dither.spec.engines.Verified`."""
+    mx_by_fp8: bool = False
+    """True if FP8 units multiply MXFP4 in the forward product: see `dither.spec.engines.forward_by_fp8`."""
     save: str = "codes"
     hold: str = "both"
     swiglu: str = "exact"
@@ -255,22 +257,24 @@ def make_settings(
     """Return what `linear` needs to know of a layer; `gpu` says whether codes are made for the matrix units of one."""
 
     units = gpu and not emulate
+    usable = (*backend.tried_units(), *verified)
+    mx_by_fp8 = units and engines.forward_by_fp8(*precision.casts("forward"), usable)
 
     def casting(cast: Cast | None, family: Family | None, level: int, kept: bool) -> Casting:
         if cast is None:
             return Casting()
         if family is not None:
             return _casting(family.casts, family.container, level)
-        if units and backend.has_bf16_units() and engines.held_by_bf16(cast, (*backend.tried_units(), *verified)):
-            # What is multiplied at once comes as numbers. What is kept for backward or for a step is kept as codes.
+        if units and backend.has_bf16_units() and engines.held_by_bf16(cast, usable):
+            # What BF16 units multiply at once comes as numbers. What is kept for backward or for a step is kept as codes.
             made = _casting((cast,), engines.container(cast))._replace(held=True)
             codes = kept or not cast.kernel or cast.scaling.kind == "four_over_six"  # which is chosen by codes
-            return made if codes else made._replace(stored="bf16", container="bf16", whole=True)
+            return made if codes else as_numbers(made)
         return _casting((cast,), engines.container(cast) if units else cast.format)
 
     x, w, dy = (
         Castings(
-            casting(along, levels[operand].along, 2 * index, operand == "weight"),
+            casting(along, levels[operand].along, 2 * index, operand == "weight" or (operand == "input" and mx_by_fp8)),
             casting(across, levels[operand].across, 2 * index + levels[operand].apart, operand != "grad"),
         )
         for index, operand in enumerate(OPERANDS)
@@ -294,7 +298,12 @@ def make_settings(
     if transposed:
         w = Castings(w.across._replace(first_axis=0), w.along)
     options = (memory.save, memory.hold, memory.swiglu, precision.mask_clipped, x.across.first_transform)
-    return Settings(x, w, dy, transposed, emulate, ",".join(verified), *options)
+    return Settings(x, w, dy, transposed, emulate, ",".join(verified), mx_by_fp8, *options)
+
+
+def as_numbers(casting: Casting) -> Casting:
+    """Return the casting to the numbers that BF16 units multiply, in place of codes."""
+    return casting._replace(stored="bf16", container="bf16", whole=True)
 
 
 def _casting(casts: tuple[Cast, ...], container: str, level: int = -1) -> Casting:
@@ -674,7 +683,9 @@ def product(
     """
     if which != "forward" and not (a_casting.cast or b_casting.cast):  # torch's own product, which modes and graphs see
         return as_dtype(a.values @ b.values.T, dtype)
-    if _on_bf16_units(a, a_casting, b, b_casting, settings):
+    aligned = not (b.values.shape[0] % engines.ALIGNMENT or length % engines.ALIGNMENT)
+    by_fp8 = which == "forward" and settings.mx_by_fp8 and aligned
+    if not by_fp8 and _on_bf16_units(a, a_casting, b, b_casting, settings):
         return _bf16_product(a, a_casting, b, b_casting, length, bias, dtype, after)
     # Fast accumulation in forward only, and only of what is FP8 by itself: gradients and FP4 sums keep all their bits.
     fast = which == "forward" and not a_casting.container and not b_casting.container
@@ -686,7 +697,7 @@ def product(
         and b.scale is not None
     ):
         scaling = _compiled_scaling(a_casting.stored, b_casting.stored, a.values.device, settings.verified)
-        if scaling and not (b.values.shape[0] % engines.ALIGNMENT or length % engines.ALIGNMENT) and a.values.numel():
+        if scaling and aligned and a.values.numel():
             # What the operator below would call: as torch's own operation it costs the host a fraction of the time.
             inside = None if bias is None or dtype == torch.float32 else bias.to(dtype)
             # Inductor of torch 2.11 fails on a scale of no dimensions that is a part of another tensor.
@@ -698,7 +709,7 @@ def product(
     where = f"{_where(name)}, {which.replace('_', ' ')} product"
     result: Tensor = torch.ops.dither.product(
         a.values, a.scale, a.tensor_scale, a_casting.stored, b.values, b.scale, b.tensor_scale, b_casting.stored,
-        length, bias, dtype, fast, settings.emulate, where, settings.verified, which != "weight_grad",
+        length, bias, dtype, fast, settings.emulate, where, settings.verified, which == "forward",
     )  # fmt: skip
     return result
 

@@ -29,6 +29,7 @@ from dither.nn.functional import (
     State,
     as_dtype,
     as_input,
+    as_numbers,
     autocast_dtype,
     bf16_numbers,
     cast_operand,
@@ -87,6 +88,8 @@ def grouped_linear(x: Tensor, weight: Tensor, end_E: Tensor, settings: Settings,
     if not (settings.input.cast or settings.weight.cast or settings.grad.cast):
         weight = weight if dtype is None else weight.to(dtype)
         return F.grouped_mm(x_PK, weight if settings.transposed else weight.transpose(1, 2), offs=end_E)
+    if settings.mx_by_fp8:  # grouped products have BF16 units alone
+        settings = settings._replace(input=settings.input._replace(along=as_numbers(settings.input.along)))
     learns = torch.is_grad_enabled() and weight.requires_grad
     passes = torch.is_grad_enabled() and x_PK.requires_grad
     with torch.no_grad():

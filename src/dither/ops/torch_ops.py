@@ -244,13 +244,13 @@ def _product_op(
     emulate: bool,
     where: str,
     verified: str = "",
-    weight: bool = False,
+    forward: bool = False,
 ) -> Tensor:
     """Return A B^T + bias in `dtype`, for A [P, L] and B [Q, L] as `Operand` describes them; the cast "" means uncast."""
     left = _operand(a, a_scale, a_tensor, a_cast, length)
     right = _operand(b, b_scale, b_tensor, b_cast, length)
     code = implementation("matmul", a.device, "auto", left.cast, right.cast)
-    options = {"fast": fast, "emulate": emulate, "where": where, "verified": verified, "weight": weight}
+    options = {"fast": fast, "emulate": emulate, "where": where, "verified": verified, "forward": forward}
     return code.product(left, right, bias, dtype, **options)  # type: ignore[no-any-return]
 
 

@@ -43,7 +43,7 @@ LARGEST_HELD = 32
 VERIFIABLE = ("fp8-tensor", "fp8-row", "fp8-group", "fp8-mxfp4", "mxfp8", "mxfp4", "nvfp4")
 """Native units that are used only if they were tested: by this project, or by `dither doctor` on the user's machine."""
 
-TRIED = {(9, 0): ("fp8-tensor", "fp8-row", "fp8-group")}
+TRIED = {(9, 0): ("fp8-tensor", "fp8-row", "fp8-group", "fp8-mxfp4")}
 """Native units that this project has compared with the reference, by compute capability: those of an H200."""
 
 
@@ -52,8 +52,9 @@ class Engine:
     """The matrix units of a product, and how they scale.
 
     - `fp8`: FP8 units, which apply the scales. `fp8-container`: the same, with FP4 or FP6 values stored as E4M3 codes.
-    - `fp8-mxfp4`: FP8 units on MXFP4, whose numbers are those of E4M3 codes with a scale per 1 x 128 tile, of weights per 128 x
-      128 block. BF16 units multiply the rows with a tile whose exponents differ by more than 14.
+    - `fp8-mxfp4`: FP8 units on MXFP4 in the forward product. Its numbers are those of E4M3 codes with a scale per 1 x 128 tile
+      of the input and per 128 x 128 block of the weight. BF16 units multiply the rows with a tile whose exponents differ by
+      more than 14: none in measured runs, where many of gradients would.
     - `mxfp8`, `mxfp4`, `nvfp4`: units that scale groups of 32 or 16 themselves.
     - `int8`: exact integer sums, scaled afterwards.
     - `bf16`, `fp16`: 16-bit units on values that these formats hold exactly. Scales of tensors and rows are applied to the
@@ -92,7 +93,17 @@ def held_by_bf16(cast: Cast, verified: Collection[str] = ()) -> bool:
     """
     small = cast.group.kind in ("tile", "block") and cast.group.size <= LARGEST_HELD and not scales_inside(cast, "bf16")
     kind = _mx_kind(cast)
-    return small and _exact(cast, "bf16") and kind not in verified and not (kind == "mxfp4" and "fp8-mxfp4" in verified)
+    return small and _exact(cast, "bf16") and kind not in verified
+
+
+def forward_by_fp8(input: Cast | None, weight: Cast | None, usable: Collection[str]) -> bool:
+    """Return True if `fp8-mxfp4` multiplies these operands in the forward product, at sizes that FP8 units take.
+
+    >>> [forward_by_fp8(Cast.parse("mxfp4"), Cast.parse("mxfp4"), units) for units in (["fp8-mxfp4"], VERIFIABLE)]
+    [True, False]
+    """
+    both = input is not None and weight is not None and is_mxfp4(input) and is_mxfp4(weight)
+    return both and "fp8-mxfp4" in usable and "mxfp4" not in usable
 
 
 def engine_for(
@@ -102,6 +113,7 @@ def engine_for(
     capability: tuple[int, int] | None,
     plain: str = "bf16",
     verified: Collection[str] = (),
+    forward: bool = False,
 ) -> Engine:
     """Choose the engine of the product A B^T. This is a pure function.
 
@@ -115,6 +127,7 @@ def engine_for(
         capability: Compute capability of the CUDA device; None means the CPU.
         plain: Format of an operand that is not cast: bf16, fp16 or fp32.
         verified: Native units that passed the self-test on this machine, out of VERIFIABLE.
+        forward: The product is that of the forward pass, of an input and a weight.
 
     >>> fp4, fp8 = Cast.parse("e2m1 tile(128)"), Cast.parse("e4m3 block(128)")
     >>> str(engine_for(fp4, fp8, (4096, 512, 1024), (9, 0))), str(engine_for(fp4, fp8, (4096, 512, 1024), (8, 0)))
@@ -122,8 +135,8 @@ def engine_for(
     >>> mxfp4 = Cast.parse("mxfp4")
     >>> [engine_for(mxfp4, mxfp4, (4096, 512, 1024), (10, 0), verified=ok).name for ok in ([], ["mxfp4"])]
     ['bf16', 'mxfp4']
-    >>> str(engine_for(mxfp4, mxfp4, (4096, 512, 1024), (9, 0), verified=["fp8-mxfp4"]))
-    'fp8-mxfp4'
+    >>> [str(engine_for(mxfp4, mxfp4, (4096, 512, 1024), (9, 0), forward=forward)) for forward in (True, False)]
+    ['fp8-mxfp4', 'bf16']
     """
     if a is None and b is None:
         return Engine("torch")
@@ -136,7 +149,8 @@ def engine_for(
     if capability is None or (plain == "fp32" and (a is None or b is None)):
         return Engine("fp32")
     if a is not None and b is not None:
-        native = _native(a, b, size, {*TRIED.get(capability, ()), *verified})
+        usable = {*TRIED.get(capability, ()), *verified} - (set() if forward else {"fp8-mxfp4"})
+        native = _native(a, b, size, usable)
         if native is not None:
             return native
     for units, first in SIXTEEN_BITS.items():
@@ -182,7 +196,7 @@ def engines_of(
                 "sums over: use a narrower one"
             )
         try:
-            engines[product] = engine_for(a, b, sizes[product], capability, plain, verified)
+            engines[product] = engine_for(a, b, sizes[product], capability, plain, verified, product == "forward")
         except UserError as error:
             raise UserError(f"{product.replace('_', ' ')} product: {error}") from None
     return engines
@@ -209,7 +223,7 @@ def _native(a: Cast, b: Cast, size: tuple[int, int, int], usable: Collection[str
     # Two FP4 codes share a byte, and units read 16 bytes at a time.
     if kind and not kinds and kind in usable and not (q % ALIGNMENT or length % (2 * ALIGNMENT)):
         return Engine(kind)
-    if kind == "mxfp4" and not kinds and "fp8-mxfp4" in usable and not (q % ALIGNMENT or length % ALIGNMENT):
+    if forward_by_fp8(a, b, usable) and not (q % ALIGNMENT or length % ALIGNMENT):
         return Engine("fp8-mxfp4", "group")
     scaling = _joint_scaling(a, b)
     if scaling and f"fp8-{scaling}" in usable and not (q % ALIGNMENT or length % ALIGNMENT):

@@ -57,11 +57,11 @@ def product(
     emulate: bool,
     where: str,
     verified: str = "",
-    weight: bool = False,
+    forward: bool = False,
 ) -> Tensor:
     """Return A B^T + bias, [P, Q] in `dtype`, from A [P, L], B [Q, L] and bias [Q]; two plain operands as in nn.Linear.
 
-    Other engines are compared with this one. `fast`, `emulate`, `where`, `verified` and `weight` have no effect here;
+    Other engines are compared with this one. `fast`, `emulate`, `where`, `verified` and `forward` have no effect here;
     see `dither.ops.triton.matmul.product`.
     """
     # Under autocast, torch would multiply in 16 bits.

@@ -40,7 +40,7 @@ def product(
     emulate: bool,
     where: str,
     verified: str = "",
-    weight: bool = False,
+    forward: bool = False,
 ) -> Tensor:
     """Return A B^T + bias, [P, Q] in `dtype`, from A [P, L], B [Q, L] and bias [Q], on the engine that takes the operands.
 
@@ -48,7 +48,7 @@ def product(
     emulate: multiply in float32 instead.
     where: the name of the product in errors.
     verified: the units that passed the self-test on this machine, separated by commas.
-    weight: B is a weight, whose MXFP4 FP8 units scale in blocks of 128 x 128, which is faster than in tiles.
+    forward: the product is that of the forward pass, whose MXFP4 FP8 units multiply.
     """
     if (a.cast is None and b.cast is None) or 0 in (*a.shape, *b.shape):
         return reference.product(a, b, bias, dtype, fast=fast, emulate=emulate, where=where)
@@ -58,8 +58,8 @@ def product(
         if engine.name == "int8":  # not float32: integers have one product
             return reference.product(a, b, bias, dtype, fast=fast, emulate=emulate, where=where)
     else:
-        engine = _engine(a.cast, b.cast, size, a.values.device, _plain(a, b), verified, where)
-    return product_on(engine, a, b, bias, dtype, fast=fast, where=where, weight=weight)
+        engine = _engine(a.cast, b.cast, size, a.values.device, _plain(a, b), verified, forward, where)
+    return product_on(engine, a, b, bias, dtype, fast=fast, where=where)
 
 
 def product_on(
@@ -71,7 +71,6 @@ def product_on(
     *,
     fast: bool = False,
     where: str = "",
-    weight: bool = False,
 ) -> Tensor:
     """Return A B^T + bias on a given engine, which must take the operands."""
     if engine.name == "fp32":
@@ -83,7 +82,7 @@ def product_on(
     if engine.name in ("mxfp8", "mxfp4", "nvfp4"):
         return _mx_product(engine, a, b, bias, dtype)
     if engine.name == "fp8-mxfp4":
-        return _mx_by_fp8(a, b, bias, dtype, weight)
+        return _mx_by_fp8(a, b, bias, dtype)
     if engine.scaling == "group":
         # cuBLAS takes no two operands with blocks: the first one's scales are repeated for each row, as those of tiles.
         rows = b.cast is not None and b.cast.group.kind == "block"
@@ -106,11 +105,18 @@ def _plain(a: Operand, b: Operand) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _engine(
-    a: Cast | None, b: Cast | None, size: tuple[int, int, int], device: torch.device, plain: str, verified: str, where: str
+    a: Cast | None,
+    b: Cast | None,
+    size: tuple[int, int, int],
+    device: torch.device,
+    plain: str,
+    verified: str,
+    forward: bool,
+    where: str,
 ) -> Engine:
     """Return the engine for a product on this device; errors begin with `where`."""
     try:
-        return engine_for(a, b, size, backend.capability_of(device), plain, tuple(filter(None, verified.split(","))))
+        return engine_for(a, b, size, backend.capability_of(device), plain, tuple(filter(None, verified.split(","))), forward)
     except UserError as error:
         raise UserError(f"{where}: {error}.") from None
 
@@ -313,16 +319,17 @@ def _int8_sums(a: Tensor, b: Tensor) -> Tensor:
 # MXFP4 on FP8 units -----------------------------------------------------------------------------------------------------
 
 
-def _mx_by_fp8(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, weight: bool) -> Tensor:
-    """Return the product of MXFP4 operands on FP8 units; BF16 units make its blocks of rows that do not fit."""
+def _mx_by_fp8(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the product of MXFP4 operands on FP8 units; BF16 units make its blocks of rows that do not fit.
+
+    Weights fit in blocks of 128 x 128, whose products are faster than those of tiles.
+    """
     assert a.scale is not None
     assert b.scale is not None
     left, left_scale, left_unfit = mx_fp8.as_fp8(a.values, a.scale, a.length)
-    right, right_scale, right_unfit = mx_fp8.as_fp8(b.values, b.scale, b.length, weight)
-    scaling, right_scaling = ScalingType.BlockWise1x128, ScalingType.BlockWise1x128
-    if weight:
-        right_scale, right_scaling = _block_scale(right_scale), ScalingType.BlockWise128x128
-    result = scaled_mm(left, right.T, left_scale, scaling, right_scale, right_scaling, output_dtype=dtype)
+    right, right_scale, right_unfit = mx_fp8.as_fp8(b.values, b.scale, b.length, blocks=True)
+    scales = left_scale, ScalingType.BlockWise1x128, _block_scale(right_scale), ScalingType.BlockWise128x128
+    result = scaled_mm(left, right.T, *scales, output_dtype=dtype)
     mx_fp8.replace_unfit(result, (a.values, a.scale), left_unfit, (b.values, b.scale), right_unfit, a.length)
     return result if bias is None else result + bias.to(dtype)
 
