@@ -161,7 +161,7 @@ def test_mxfp4_on_fp8_units(size: tuple, dtype: torch.dtype) -> None:
 
     FP8 units keep 13 bits below the largest of 32 products, so that 128 of them lose less than 2^-8 of the sum of |a||b|.
     """
-    for wild in ((), (0,), (0, 1)):
+    for wild in ((), (0,), (0, 1)) if dtype != torch.float16 else ((),):  # which float16 does not hold
         x, y, bias = data(*size)
         for side, each in enumerate((x, y)):
             if side in wild:
@@ -187,7 +187,7 @@ def test_a_converted_layer_of_mxfp4_is_that_of_the_cpu(name: str, outputs: int, 
         model = torch.nn.Sequential(torch.nn.Linear(512, outputs)).to(device, torch.bfloat16)
         (record,) = convert(model, name).layers
         call = torch.compile(model, fullgraph=True) if compiled and device == "cuda" else model
-        leaf = x.to(device).requires_grad_()
+        leaf = x.to(device, copy=True).requires_grad_()
         with step_context(model, step=1):
             y = call(leaf)
             y.backward(dy.to(device))
