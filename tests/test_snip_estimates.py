@@ -708,7 +708,9 @@ def test_joint_refuses_weights_that_differ_by_product():
     with pytest.raises(UserError, match="use the probe 'measure'"):
         score(model, [x], optimizer, "fp8-block,fp4-forward", probe="joint", **how)
     effort = choose_effort(SnipSettings(every=200), 14, options("fp8-block,fp4-forward"), step_tokens=8192)
-    assert effort.probe == "measure"  # the only one that can
+    assert effort.probe == "direct"  # which can
+    found = score(model, [x], optimizer, "fp8-block,fp4-forward", probe="direct", **how)
+    assert all(map(math.isfinite, itertools.chain(*found.loss, *found.weights)))
 
 
 def test_work_stays_within_the_budget():
@@ -717,12 +719,12 @@ def test_work_stays_within_the_budget():
     assert (small.probe, small.tokens, small.layers, small.steps) == ("measure", 1024, 1, 154)
     assert small.pause == 4 * PASS / 8 == 1.0
     assert small.cost == (3 * 154 + 154) * PASS / 8 < 1000
-    assert choose_effort(short, 154, LEVELS, step_tokens=1 << 13).probe == "joint"
+    assert choose_effort(short, 154, LEVELS, step_tokens=1 << 13).probe == "direct"
     large = choose_effort(short, 154, LEVELS, step_tokens=1 << 22)
     assert (large.probe, large.tokens, large.steps) == ("measure", 8192, 2)
     assert large.cost <= 0.01 * 300
     # The budget is a share of what is left of the run.
-    assert choose_effort(SnipSettings(), 154, LEVELS, step_tokens=1 << 19, steps=200).probe == "joint"
+    assert choose_effort(SnipSettings(), 154, LEVELS, step_tokens=1 << 19, steps=200).probe == "direct"
     assert choose_effort(SnipSettings(), 154, LEVELS, step_tokens=1 << 19, steps=20_000).probe == "measure"
     # Without a budget, a chosen probe is taken as it is.
     assert choose_effort(SnipSettings(probe="measure", every=300), 154, LEVELS).steps == 1

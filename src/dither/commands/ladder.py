@@ -5,6 +5,7 @@
 
 import inspect
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 
@@ -16,6 +17,7 @@ def ladder(
     speed: bool = False,
     table: bool = False,
     report: Path | None = None,
+    baseline: str | None = None,
     tiny: bool = False,
 ) -> int:
     """Train a ladder of models in several precisions and fit scaling laws.
@@ -30,6 +32,7 @@ def ladder(
         speed: Instead, measure the tokens per second of each model and arm, one run at a time.
         table: Train nothing: print the tables of the results so far.
         report: Train nothing: write the tables as Markdown and JSON, and the figures, into this folder.
+        baseline: Compare with this arm in place of the file's baseline.
         tiny: Try the file with a tiny model on Python's source code, in minutes on a CPU.
     """
     from dither.errors import UserError
@@ -40,6 +43,8 @@ def ladder(
     if jobs < 1 or (minutes is not None and not minutes > 0):
         raise UserError("--jobs is an integer of at least 1, and --minutes a positive number.")
     chosen = ladders.load(file)
+    if baseline is not None:
+        chosen = replace(chosen, baseline=baseline)
     chosen = ladders.tiny(chosen) if tiny else chosen
     out = file.parent / chosen.out
     runs = ladders.plan(chosen, out)
@@ -70,7 +75,7 @@ def main() -> int:
         if option.annotation is bool:
             parser.add_argument(f"--{name}", action="store_true")
         else:
-            kind = {"jobs": int, "minutes": float, "report": Path}[name]
+            kind = {"jobs": int, "minutes": float, "report": Path, "baseline": str}[name]
             parser.add_argument(f"--{name}", type=kind, default=option.default)
     given = vars(parser.parse_args())
     try:

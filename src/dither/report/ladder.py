@@ -312,11 +312,9 @@ class LadderReport:
         return found
 
     def law_of(self, model: str) -> Law | None:
-        """Return the baseline's law of a model's tokens: that of all sizes, or else the model's own."""
-        law = self.laws.get(self.baseline)
-        if not (isinstance(law, Law) and law.A and law.B):
-            law = fit_law(self.points(self.baseline, model))
-        return law if isinstance(law, Law) and law.B else None
+        """Return the baseline's law of a model's tokens: the model's own, or else that of all sizes."""
+        laws = fit_law(self.points(self.baseline, model)), self.laws.get(self.baseline)
+        return next((law for law in laws if isinstance(law, Law) and law.B), None)
 
     def points(self, arm: str, model: str | None = None) -> list[tuple[float, float, float]]:
         """Return (parameters, tokens, mean loss) of an arm on every rung that it has, for `fit_law`."""

@@ -71,7 +71,7 @@ def choose_effort(
     """Return the work that the budget allows, or the least work if it allows none.
 
     With the probe "auto" that is "measure", spread over steps, if its work stays within the budget and counts for no more
-    than a step at once; otherwise "joint".
+    than a step at once; otherwise "direct".
 
     Args:
         settings: The probe, the tokens of a pass, and the budget, a share of the time from one set of estimates to the next.
@@ -86,7 +86,7 @@ def choose_effort(
     >>> effort.probe, effort.tokens, effort.layers, effort.steps, round(effort.cost, 1)
     ('measure', 8192, 10, 16, 14.9)
     >>> choose_effort(SnipSettings(every=1000), 154, levels, step_tokens=8192).probe
-    'joint'
+    'direct'
     """
     interval = settings.every if steps is None else max(1, min(settings.every, steps - settings.start))
     sites = cast_sites(options)
@@ -115,10 +115,8 @@ def choose_effort(
     most = None if step_tokens is None else min(settings.tokens, step_tokens)
     if settings.limit is None:
         return effort("measure" if settings.probe == "auto" else settings.probe, most, spread=False)
-    split = any(site.operand == "weight" and len(site.products) == 1 for site in sites)
-    auto = ("measure",) if split else ("measure", "joint")
     tried = []
-    for probe in auto if settings.probe == "auto" else (settings.probe,):
+    for probe in ("measure", "direct") if settings.probe == "auto" else (settings.probe,):
         tokens = most
         while True:
             found = effort(probe, tokens, spread=True)
@@ -133,6 +131,6 @@ def choose_effort(
     if not (fitting := [found for found in tried if fits(found)]):
         raise UserError(
             f"Estimates of {layers} layers with snip's probe {tried[-1].probe!r} take {tried[-1].steps} steps, and there are "
-            f"{interval} from one plan to the next: use the probe 'joint', fewer tokens, or more steps."
+            f"{interval} from one plan to the next: use the probe 'direct', fewer tokens, or more steps."
         )
     return min(fitting, key=lambda found: found.cost or 0.0)

@@ -107,7 +107,7 @@ class Estimator:
     probe: Literal["auto", "measure", "joint", "last", "direct", "sampling"] = "auto"
     """Estimator: measure each option, perturb all layers at once (joint), add noise at the last layer, use closed forms
     (direct), train with noise on all weights for a while (sampling), or auto: measure if the budget allows it, otherwise
-    joint."""
+    direct."""
     rows: bool = False
     """Use the row-wise form of the loss divergence (section 6.3 of the paper)."""
     power: Annotated[float, Within(1)] = 2.0
