@@ -2,7 +2,7 @@
 
 Noise d of bitwidth b in the weight of one layer changes the loss by g . d + d . H d / 2 + ..., and d is proportional to 2^-b.
 Averaged over draws, the first term is zero and the second is a * 4^-b, with one number a per layer. The noise of different
-layers is independent, so their rises add up, and `allocate` divides a tolerance among them. docs/results/gaussws.md has the
+layers is independent, so their rises add up, and `allocate` divides a tolerance among them. reproduce/gaussws/README.md has the
 result: with three seeds, bitwidths by sensitivity are not ahead of equal ones.
 """
 

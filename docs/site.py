@@ -10,11 +10,25 @@ COPIED = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "change
 """Pages of the site that are files of the repository's root."""
 
 
+def on_files(files: Any, *, config: Any) -> Any:
+    """Add the READMEs, tables and figures of reproduce/ as results/."""
+    from mkdocs.structure.files import File
+
+    for path in sorted((ROOT / "reproduce").glob("*/**/*")):
+        if path.suffix in (".md", ".svg"):
+            at = path.relative_to(ROOT / "reproduce").with_name(path.name.replace("README.md", "index.md")).as_posix()
+            content = inside_results(path.read_text(encoding="utf-8")) if path.suffix == ".md" else path.read_bytes()
+            files.append(File.generated(config, f"results/{at}", content=content))
+    return files
+
+
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Return the text of a page: of a file elsewhere, or with an entry for each public name of a package."""
     path = page.file.src_uri
     if path in COPIED:
         return inside_docs((ROOT / COPIED[path]).read_text(encoding="utf-8"))
+    results = "../" * path.count("/") + "results"
+    markdown = re.sub(r"\]\((?:\.\./)+reproduce/([\w-]+)/README\.md", rf"]({results}/\1/index.md", markdown)
     markdown = re.sub(r"\[([^]]+)\]\(\.\./(?:src|tests|examples|benchmarks)/[^)]*\)", r"\1", markdown)  # not part of the site
     return re.sub(r"^::: public names of (\S+)$", lambda found: entries(found[1]), markdown, flags=re.MULTILINE)
 
@@ -22,8 +36,8 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 def inside_docs(text: str) -> str:
     """Return a text of the repository's root with its links as seen from docs/; links to other files become plain text.
 
-    >>> inside_docs("[a](docs/casts.md), [b](docs/casts.md#scales), [c](CONTRIBUTING.md), [d](examples/toy.py), [e](https://x.org)")
-    '[a](casts.md), [b](casts.md#scales), [c](contributing.md), d, [e](https://x.org)'
+    >>> inside_docs("[a](docs/casts.md), [b](docs/casts.md#scales), [c](CONTRIBUTING.md), [d](examples/toy.py), [e](reproduce/snip/README.md)")
+    '[a](casts.md), [b](casts.md#scales), [c](contributing.md), d, [e](results/snip/index.md)'
     """
     pages = {name: page for page, name in COPIED.items()}
 
@@ -33,9 +47,21 @@ def inside_docs(text: str) -> str:
             return f"[{label}]({target.removeprefix('docs/')})"
         if target in pages:
             return f"[{label}]({pages[target]})"
+        if target.startswith("reproduce/"):
+            return f"[{label}]({target.replace('reproduce/', 'results/').replace('README.md', 'index.md')})"
         return link[0] if "://" in target else label
 
     return re.sub(r"\[([^]]+)\]\(([^)\s]+)\)", moved, text)
+
+
+def inside_results(text: str) -> str:
+    """Return a page of a folder of reproduce/ with its links as seen from a folder of docs/results/.
+
+    >>> inside_results("[a](../snip/README.md#b), [c](../../docs/snip.md), ![d](d.svg), [e](ladder.toml), [f](ladder.md)")
+    '[a](../snip/index.md#b), [c](../../snip.md), ![d](d.svg), e, [f](ladder.md)'
+    """
+    text = text.replace("/README.md", "/index.md").replace("](../../docs/", "](../../")
+    return re.sub(r"\[([^]]+)\]\((?![^)]*://)[^)\s]*\.(?:toml|json|py|txt)\)", r"\1", text)
 
 
 def entries(module: str) -> str:

@@ -6,7 +6,7 @@
 While the model trains, noise is added to each 32 x 32 block of a weight. The size of the noise follows a bitwidth b_t that is
 learned per block: one bit less means twice the noise. Guidance pulls bitwidths from 6 toward 3, and the loss pushes them up
 where a block does not tolerate noise. Afterwards the bitwidths say which format each layer needs. The pages docs/sampling.md
-and docs/export.md have the theory; docs/results/gaussws.md says when the method pays.
+and docs/export.md have the theory; reproduce/gaussws says when the method pays.
 """
 
 import argparse

@@ -8,6 +8,7 @@ import runpy
 import shlex
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -176,7 +177,7 @@ def test_every_page_is_in_the_site():
 
 
 def test_links_lead_somewhere():
-    for page in PAGES:
+    for page in (*PAGES, *(ROOT / "reproduce").rglob("*.md")):
         for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
             path = target.partition("#")[0]
             if path and "://" not in target:
@@ -187,6 +188,10 @@ def test_hooks_of_the_site():
     assert doctest.run_docstring_examples(SITE["inside_docs"], SITE) is None
     moved = SITE["inside_docs"]("[a](docs/casts.md#scales), [c](CONTRIBUTING.md), [d](examples/toy.py), [e](https://x.org)")
     assert moved == "[a](casts.md#scales), [c](contributing.md), d, [e](https://x.org)"
+    assert doctest.run_docstring_examples(SITE["inside_results"], SITE) is None
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="results/e2e.md"))
+    linked = SITE["on_page_markdown"]("[a](../../reproduce/snip/README.md#b)", page=page)
+    assert linked == "[a](../results/snip/index.md#b)"
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs" / "api").glob("*.md")), ids=lambda page: page.stem)

@@ -168,7 +168,7 @@ class Scores:
         """Return (loss_weight dL)^power + (update_weight dW)^power of each layer and option, which `solve` minimises.
 
         Errors of different layers are independent, so the squares of their effects add up: power=2. The paper adds the
-        divergences themselves: power=1. docs/results/snip.md compares both in training.
+        divergences themselves: power=1. reproduce/snip compares both in training.
 
         >>> one = Scores(0, "direct", ("up",), ("mxfp8", "mxfp4"), ((0.5, 2.0),), ((0.5, 1.0),), Statistics(0, 1.0, ()))
         >>> one.harm(), one.harm(update_weight=2.0, power=1)
