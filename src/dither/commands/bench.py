@@ -41,7 +41,7 @@ def bench(
         sizes: Llamas of train and plan: tiny, 134m, 360m, 1b, 3b, 8b4, 8b; by default 1b, or tiny on a CPU.
         modes: Precisions of train, such as o1 bf16-sr recipe:fp8-block+sr; docs/benchmarks.md describes them.
         together: Let the modes of train take turns in one process, which shows differences below a percent.
-        ahead: Compile so many modes of train beside the one that is timed, each in a process of its own, on a GPU.
+        ahead: Compile so many modes of train beside the one that is timed, each in a process of its own.
         peer: A folder with peers that are not installed, such as an unpacked wheel of torchao.
         device: Where to measure: auto is cuda if there is a GPU.
         out: Write bench.json and bench.md into this folder after each row; results of the same machine are kept.

@@ -600,7 +600,7 @@ def cases(
     settings = settings_of(bench)
     asked = tuple(dict.fromkeys((*(peer for mode in modes for peer in peers_of(mode)), *modes)))
     found: dict[tuple[str, str], Measured] = {}
-    begun = Ahead(itertools.product(sizes, asked), settings, ahead) if ahead and bench.cuda else None
+    begun = Ahead(itertools.product(sizes, asked), settings, ahead) if ahead else None
 
     def measured(size: str, mode: str) -> Measured:
         if begun is not None and (size, mode) not in found and (step := begun.measured(size, mode)) is not None:
