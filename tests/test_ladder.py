@@ -279,7 +279,7 @@ def test_the_committed_ladders_are_valid(tmp_path):
 # Training -----------------------------------------------------------------------------------------------------------------
 
 
-def test_runs_are_trained_once_and_failures_do_not_stop_the_others(tmp_path):
+def test_runs_are_trained_once_and_failures_do_not_stop_the_others(tmp_path, capsys):
     path, out = tmp_path / "ladder.toml", tmp_path / "results"
     arms = '["o1", "o1@lr=1e30,max_norm=0,warmup=0", "o1@states=bf16"]'
     text = FILE.replace('["o1", "bf16-sr"]', arms).replace("0.0005, ", "").replace("seeds = 2", "seeds = 1")
@@ -306,6 +306,11 @@ def test_runs_are_trained_once_and_failures_do_not_stop_the_others(tmp_path):
     assert "it is not JSON" in report.markdown()
     assert report.missing == 1
     assert not (out / "work").exists()
+    capsys.readouterr()
+    assert cli.main(["ladder", str(path), "--table", "--baseline", "o1@states=bf16"]) == 0
+    assert "minus o1@states=bf16" in capsys.readouterr().out
+    assert cli.main(["ladder", str(path), "--table", "--baseline", "o2"]) == 2
+    assert "There is no ladder.arms='o2'" in capsys.readouterr().err
     assert cli.main(["ladder", str(path)]) == 0
     assert first.stat().st_mtime_ns == before
     path.write_text(path.read_text().replace('"e2m1"', '"mxfp4"'))
