@@ -130,7 +130,8 @@ def test_truth_and_plans() -> None:
     assert all(row[0] == 0.0 < row[-1] for row in found.weights)
     snip = Snip(dither.Conversion.of(model), optimizer, AT_3)
     one = Snip(dither.Conversion.of(alone), its, AT_3, score=lambda *given, **how: scored)
-    scored = from_first(score, alone, batches(size), its, one.options, stream=dither.Stream(0, "snip", "3"), step=3)
+    how = {"probe": snip.effort.probe, "stream": dither.Stream(0, "snip", "3"), "step": 3}
+    scored = from_first(score, alone, batches(size), its, one.options, **how)
     one._group = dist.new_group([rank], use_local_synchronization=True)
     for step in range(3, 6):
         decisions = [each.before_step(step, mine) for each in (snip, one)]
