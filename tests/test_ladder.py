@@ -119,6 +119,10 @@ def test_losses_after_casts_are_compared_with_the_same_run_and_with_the_baseline
     assert base[2:5] == ("`o1`", "mxfp4", "3")
     assert base[6:] == ("**+0.5000 ± 0.0000**", "")
     assert other[6:] == ("**+0.2000 ± 0.0000**", "**-0.2000 ± 0.0000**")
+    chart = charts(LadderReport("o1", ("o1", "sr"), tuple(runs)))["casts-m3e+06"]
+    assert chart.ticks == ((0, "uncast"), (1, "\nmxfp4"))
+    assert [line.y for line in chart.lines] == [(5.0, 5.5), (5.1, 5.3)]
+    assert all(low < mean < high for line in chart.lines for low, mean, high in zip(line.low, line.y, line.high, strict=True))
 
 
 def test_speed_at_equal_quality_inverts_the_planted_law():

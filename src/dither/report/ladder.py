@@ -502,6 +502,12 @@ def charts(report: LadderReport) -> dict[str, LineChart]:
         drawn = [line for colour, arm in enumerate(report.arms) for line in _curve(report, arm, rung, colour)]
         chart = LineChart(f"{rung[1]}, {count(rung[2])} tokens: training loss", "nats per token", ("tokens",), tuple(drawn))
         found |= {f"curves-{rung[1]}": chart} if drawn else {}
+        casts = tuple(dict.fromkeys(cast for run in report.runs(report.baseline, rung) for cast in run.casts))
+        drawn = [line for colour, arm in enumerate(report.arms) for line in _after_casts(report, arm, rung, casts, colour)]
+        title = f"{rung[1]}, {count(rung[2])} tokens: held-out loss after casts of the weights"
+        ticks = tuple((at, "\n" * (at % 3) + name) for at, name in enumerate(("uncast", *casts)))  # so that none overlap
+        chart = LineChart(title, "nats per token", ("cast",), tuple(drawn), ticks=ticks)
+        found |= {f"casts-{rung[1]}": chart} if drawn else {}
     drawn = [line for colour, arm in enumerate(report.arms) for line in _worth(report, arm, colour)]
     chart = LineChart(f"Speed at equal quality, over {report.baseline}", "", ("parameters",), tuple(drawn), log_x=True)
     return found | ({"equal-quality": chart} if drawn else {})
@@ -527,6 +533,17 @@ def _curve(report: LadderReport, arm: str, rung: tuple[int, str, int], colour: i
             losses.setdefault(tokens, []).append(loss)
     means = tuple(statistics.fmean(values) for _, values in sorted(losses.items()))
     return [Line(arm, {"tokens": tuple(map(float, sorted(losses)))}, means, colour)] if means else []
+
+
+def _after_casts(report: LadderReport, arm: str, rung: tuple[int, str, int], casts: Sequence[str], colour: int) -> list[Line]:
+    """Return an arm's losses uncast and after each cast, with 95 % confidence intervals, over the seeds that have all."""
+    runs = [run for run in report.runs(arm, rung) if run.loss is not None and set(casts) <= run.casts.keys()]
+    if not runs or not casts:
+        return []
+    means = [estimate([run.loss for run in runs]), *(estimate([run.casts[cast] for run in runs]) for cast in casts)]
+    y, half = zip(*((mean.mean, mean.interval or 0.0) for mean in means if mean is not None), strict=True)
+    low, high = (tuple(mean + sign * each for mean, each in zip(y, half, strict=True)) for sign in (-1, 1))
+    return [Line(arm, {"cast": tuple(map(float, range(len(y))))}, y, colour, "plain", low, high, marked=True)]
 
 
 def _difference(report: LadderReport, arm: str, rung: tuple[int, str, int], colour: int) -> list[Line]:
