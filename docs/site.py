@@ -68,7 +68,7 @@ def entries(module: str) -> str:
     """Return a line for mkdocstrings per public name of a module: a name that it imports `as` itself, or defines.
 
     >>> entries("dither.evaluate").split()[:2]
-    [':::', 'dither.evaluate.Perplexity']
+    [':::', 'dither.evaluate.Deployment']
     """
     base = ROOT / "src" / Path(*module.split("."))
     path = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")

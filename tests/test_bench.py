@@ -324,7 +324,9 @@ def test_the_command_writes_compares_and_flags(small, tmp_path, capsys):
     ("words", "sentence"),
     [
         (["bench", "kernel"], "kernels"),
-        (["bench", "kernels", "--modes", "o1"], "--modes are those of training steps"),
+        (["bench", "kernels", "--modes", "o1"], "--modes is for training steps"),
+        (["bench", "kernels", "--together"], "--together is for training steps"),
+        (["bench", "plan", "--ahead", "2"], "--ahead is for training steps"),
         (["bench", "train", "--ahead", "1", "--together"], "--ahead is the number of processes"),
         (["bench", "kernels", "--sizes", "1b"], "--sizes are those of train and plan"),
         (["bench", "train", "--sizes", "2b"], "There is no size '2b'"),

@@ -185,10 +185,13 @@ def test_links_lead_somewhere():
 
 
 def test_hooks_of_the_site():
-    assert doctest.run_docstring_examples(SITE["inside_docs"], SITE) is None
+    runner = doctest.DocTestRunner()
+    for name in ("inside_docs", "inside_results", "entries"):
+        for test in doctest.DocTestFinder().find(SITE[name], name, globs=SITE):
+            runner.run(test)
+    assert (runner.failures, runner.tries) == (0, 3)
     moved = SITE["inside_docs"]("[a](docs/casts.md#scales), [c](CONTRIBUTING.md), [d](examples/toy.py), [e](https://x.org)")
     assert moved == "[a](casts.md#scales), [c](contributing.md), d, [e](https://x.org)"
-    assert doctest.run_docstring_examples(SITE["inside_results"], SITE) is None
     page = SimpleNamespace(file=SimpleNamespace(src_uri="results/e2e.md"))
     linked = SITE["on_page_markdown"]("[a](../../reproduce/snip/README.md#b)", page=page)
     assert linked == "[a](../results/snip/index.md#b)"

@@ -149,6 +149,14 @@ def test_speeds_of_runs_alone_are_preferred():
     assert len(found) == len(report.equal_quality)
 
 
+def test_speeds_follow_the_baseline():
+    arms, rung = ("o1", "sr", "rn"), ladders.Rung(model="tiny", tokens_per_parameter=(1.0,))
+    ladder = ladders.Ladder(arms=arms, rungs=(rung,), speeds={"sr": 1.25}, config=ladders.Config())
+    assert ladder.compared_with("sr").speeds == {"o1": 0.8, "sr": 1.0}
+    assert ladder.compared_with("rn").speeds == {}
+    assert ladder.compared_with("o1").speeds == {"o1": 1.0, "sr": 1.25}
+
+
 def test_a_curve_is_the_mean_of_the_seeds():
     runs = [result(seed=0, curve=((10, 5.0), (20, 4.0))), result(seed=1, curve=((10, 7.0), (20, 4.5)))]
     (line,) = charts(LadderReport("o1", ("o1", "sr"), tuple(runs)))["curves-m3e+06"].lines

@@ -54,8 +54,9 @@ def bench(
     from dither.tools.self_test import best_device
 
     chosen = suites or ("kernels", "train", "plan")
-    if modes and "train" not in chosen:
-        raise UserError("--modes are those of training steps: name the suite train too.")
+    for name, given in (("modes", modes), ("together", together), ("ahead", ahead)):
+        if given and "train" not in chosen:
+            raise UserError(f"--{name} is for training steps: name the suite train too.")
     if ahead < 0 or (ahead and together):
         raise UserError("--ahead is the number of processes beside the timed one, and --together has a single process.")
     if sizes and not {"train", "plan"} & set(chosen):

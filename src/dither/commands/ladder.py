@@ -5,7 +5,6 @@
 
 import inspect
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 
@@ -44,7 +43,7 @@ def ladder(
         raise UserError("--jobs is an integer of at least 1, and --minutes a positive number.")
     chosen = ladders.load(file)
     if baseline is not None:
-        chosen = replace(chosen, baseline=baseline)
+        chosen = chosen.compared_with(baseline)
     chosen = ladders.tiny(chosen) if tiny else chosen
     out = file.parent / chosen.out
     runs = ladders.plan(chosen, out)

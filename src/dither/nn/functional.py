@@ -664,6 +664,11 @@ class _AlignedLinear(torch.autograd.Function):
         )
 
 
+def _aligned(b: Codes, length: int) -> bool:
+    """Return True if FP8 units take a product of this size. Compiled code specializes on what this reads: ask it last."""
+    return not (b.values.shape[0] % engines.ALIGNMENT or length % engines.ALIGNMENT)
+
+
 def product(
     which: str,
     a: Codes,
@@ -683,8 +688,7 @@ def product(
     """
     if which != "forward" and not (a_casting.cast or b_casting.cast):  # torch's own product, which modes and graphs see
         return as_dtype(a.values @ b.values.T, dtype)
-    aligned = not (b.values.shape[0] % engines.ALIGNMENT or length % engines.ALIGNMENT)
-    by_fp8 = which == "forward" and settings.mx_by_fp8 and aligned
+    by_fp8 = which == "forward" and settings.mx_by_fp8 and _aligned(b, length)
     if not by_fp8 and _on_bf16_units(a, a_casting, b, b_casting, settings):
         return _bf16_product(a, a_casting, b, b_casting, length, bias, dtype, after)
     # Fast accumulation in forward only, and only of what is FP8 by itself: gradients and FP4 sums keep all their bits.
@@ -697,7 +701,7 @@ def product(
         and b.scale is not None
     ):
         scaling = _compiled_scaling(a_casting.stored, b_casting.stored, a.values.device, settings.verified)
-        if scaling and aligned and a.values.numel():
+        if scaling and _aligned(b, length) and a.values.numel():
             # What the operator below would call: as torch's own operation it costs the host a fraction of the time.
             inside = None if bias is None or dtype == torch.float32 else bias.to(dtype)
             # Inductor of torch 2.11 fails on a scale of no dimensions that is a part of another tensor.

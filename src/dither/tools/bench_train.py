@@ -563,6 +563,8 @@ class Ahead:
             return self.begun[size, mode].result()
         except BrokenProcessPool:
             return None
+        except Exception as error:  # any failure is a result here
+            return Measured(why=reason(error))
 
 
 def _compile_and_measure(size: str, mode: str, settings: StepSettings) -> Measured:
@@ -573,10 +575,7 @@ def _compile_and_measure(size: str, mode: str, settings: StepSettings) -> Measur
     gc.collect()
     torch.cuda.empty_cache()
     with TURN[0]:
-        try:
-            return measure(size, [mode], settings)[mode]
-        except Exception as error:  # any failure is a result here
-            return Measured(why=reason(error))
+        return measure(size, [mode], settings)[mode]
 
 
 # The suite ----------------------------------------------------------------------------------------------------------------

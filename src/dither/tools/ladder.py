@@ -111,6 +111,12 @@ class Ladder:
         """The name of the baseline."""
         return self.baseline or self.arms[0]
 
+    def compared_with(self, arm: str) -> "Ladder":
+        """Return the ladder with another baseline, and the given speeds relative to it, if its own is known."""
+        known = {self.base: 1.0, **self.speeds}
+        speeds = {name: speed / known[arm] for name, speed in known.items()} if self.speeds and arm in known else {}
+        return replace(self, baseline=arm, speeds=speeds)
+
 
 def load(path: Path) -> Ladder:
     """Read a ladder from a TOML file. A UserError names the key that is wrong."""
