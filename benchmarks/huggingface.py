@@ -7,7 +7,8 @@
 The model has 22 blocks of width 2048 with 32 heads and 8 key heads, and trains on 8 x 2048 random tokens in BF16 autocast with
 torch's fused AdamW. `--compile blocks` compiles each block by itself, `whole` the model by torch.compile(model). Modes: o1;
 torchao, which is tensorwise FP8 from --peer; and recipes of Dither, inside step_context. Each runs in a process of its own with
-empty caches of compiled code, because the time to the first step is measured.
+empty caches of compiled code, because the time to the first step is measured. With `--together`, all take their first step at
+the same time and are timed one after another: quicker, if all fit in the GPU's memory.
 """
 
 import argparse
@@ -78,6 +79,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     step(0)
     wait()
     first, times = time.perf_counter() - began, []
+    if arguments.together:
+        print("ready", flush=True)
+        input()
     for number in range(1, arguments.steps + 4):
         began = time.perf_counter()
         step(number)
@@ -124,27 +128,46 @@ def main() -> None:
     for name, default in {"layers": 22, "width": 2048, "batch": 8, "sequence": 2048, "steps": 10}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step")
+    parser.add_argument("--together", action="store_true", help="compile all modes at the same time")
     arguments = parser.parse_args()
     if arguments.mode:
         print(json.dumps(measure(arguments)))
         return
     columns = {"tokens/s": 10, "first step": 11, "step": 9, "entering": 9, "peak GiB": 9}
     print(f"{'compile':8} {'mode':14} " + " ".join(f"{name:>{width}}" for name, width in columns.items()), flush=True)
-    for mode in arguments.modes.split(","):
-        with tempfile.TemporaryDirectory() as caches:
-            empty = {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor", "TRITON_CACHE_DIR": f"{caches}/triton"}
-            command = [sys.executable, __file__, *sys.argv[1:], "--mode", mode]
-            ran = subprocess.run(command, env={**os.environ, **empty}, stdout=subprocess.PIPE, text=True)
-        if ran.returncode:
-            print(f"{arguments.compile:8} {mode:14} failed", flush=True)
-            continue
-        found = json.loads(ran.stdout.splitlines()[-1])
-        print(
-            f"{arguments.compile:8} {mode:14} {found['tokens/s']:10,.0f} {found['first step']:9.1f} s "
-            f"{found['step'] * 1e3:6.1f} ms {found['entering'] * 1e3:6.2f} ms {found['peak']:9.1f}",
-            flush=True,
-        )
-        print("         " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in found["where"].items()), flush=True)
+    modes = arguments.modes.split(",")
+    with tempfile.TemporaryDirectory() as caches:
+        if not arguments.together:
+            for mode in modes:
+                show(arguments.compile, mode, start(mode, caches))
+            return
+        started = {mode: start(mode, caches) for mode in modes}
+        for each in started.values():
+            each.stdout.readline()  # "ready", or nothing if it failed
+        for mode, each in started.items():
+            show(arguments.compile, mode, each)
+
+
+def start(mode: str, caches: str) -> "subprocess.Popen[str]":
+    """Start the process that measures a mode."""
+    empty = {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/{mode}-inductor", "TRITON_CACHE_DIR": f"{caches}/{mode}-triton"}
+    command = [sys.executable, __file__, *sys.argv[1:], "--mode", mode]
+    return subprocess.Popen(command, env={**os.environ, **empty}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def show(compiled: str, mode: str, process: "subprocess.Popen[str]") -> None:
+    """Let a process take its timed steps, and print its row."""
+    printed = process.communicate("\n")[0]
+    if process.returncode:
+        print(f"{compiled:8} {mode:14} failed", flush=True)
+        return
+    found = json.loads(printed.splitlines()[-1])
+    print(
+        f"{compiled:8} {mode:14} {found['tokens/s']:10,.0f} {found['first step']:9.1f} s "
+        f"{found['step'] * 1e3:6.1f} ms {found['entering'] * 1e3:6.2f} ms {found['peak']:9.1f}",
+        flush=True,
+    )
+    print("         " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in found["where"].items()), flush=True)
 
 
 if __name__ == "__main__":
