@@ -604,3 +604,30 @@ def check_adamw(
             else:
                 wrong += int((x.cpu() != y.cpu()).sum())
     return wrong
+
+
+MUON_ROWS = [[1e-2, 0.0, 0.95, 1e-7, 0.1, 1.0, 1.0], [3e-3, 0.0, 0.8, 1e-7, 0.0, 1.0, -1.0]]
+
+
+def check_muon(sizes: Sequence[Size], update: Update, device: str, *, nesterov: bool) -> int:
+    """Both passes of Muon's steps by reference and by kernel, directions included: how many numbers differ."""
+    start = pieces_of(sizes, torch.bfloat16, update, 50, device)
+    hyper = torch.tensor(MUON_ROWS, dtype=torch.float64, device=device)
+    after = []
+    for code in (adamw, kernel_adamw):
+        pieces, seen = copies(start), []
+        batch, count = code.MuonBatch(pieces, update), torch.zeros(3, dtype=torch.int64, device=device)
+        for step, dtype in enumerate((torch.bfloat16, torch.bfloat16) if nesterov else (torch.float32,)):
+            constants, _, skip = code.prepare(hyper, count[:2], count[2], None, None, None, 0.0)
+            # Above 8e37 the factor of a block is subnormal, and the dynamic maps of kernel and reference differ.
+            grads = [grad.clamp(-3e37, 3e37) for grad in gradients_of(pieces, dtype, 90 * step, False, ())]
+            before = copies(pieces)
+            batch.momentum(grads, constants, count[0], skip, nesterov=nesterov)
+            assert all(differing(a.w, b.w) == 0 for a, b in zip(pieces, before, strict=True))
+            along = [torch.linspace(-1.5, 1.5, grad.numel(), device=device).view_as(grad).to(dtype) for grad in grads]
+            batch.step(along, constants, count[0], skip)
+            assert any(differing(a.w, b.w) > 0 for a, b in zip(pieces, before, strict=True))
+            seen += grads
+        after.append((pieces, seen))
+    (ours, directions), (theirs, others) = after
+    return differing_pieces(ours, theirs, update) + sum(differing(a, b) for a, b in zip(directions, others, strict=True))

@@ -111,15 +111,18 @@ def test_bits_with_released_gradients(kind: str) -> None:
     assert_same(*runs)
 
 
-def test_weights_that_exist_as_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["dynamic4", "Muon"])
+def test_weights_that_exist_as_codes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their scale is that of the whole matrix after the step: they are not divided."""
     monkeypatch.setattr(host_states, "STREAMED", 300)
     runs = []
+    options = dict(KINDS[kind])
+    make = options.pop("make", lambda model, **rest: AdamW(model.named_parameters(), **rest))
     for where in ("device", "host"):
         model = net(torch.float32)
         dither.convert(model, "fp8-current")
         store_weights(model, torch.float32)
-        runs.append((model, AdamW(model.named_parameters(), lr=1e-2, states="dynamic4", states_on=where)))
+        runs.append((model, make(model, lr=1e-2, states_on=where, **options)))
         for step in range(STEPS):
             with dither.step_context(model, step=step):
                 loss_of(model, step).backward()

@@ -91,6 +91,10 @@ KINDS = {
         *("optim.optimizer=muon", "muon.embedding_lr=0.01", "muon.matrix_decay=0.3", "monitor.every=2"),
         *("precision.mode=bf16-sr", "precision.states=companded8", "precision.sampling.parts=od", *TINY),
     ],
+    "muon and fp8 weights": [
+        *("optim.optimizer=muon", "precision.mode=bf16-sr", "precision.recipe=fp8-block", "precision.weights=fp8"),
+        *("optim.release_gradients=true", "optim.clip_norm=previous", "precision.states=companded8", *TINY),
+    ],
     "muon and snip": [
         *("optim.optimizer=muon", "precision.recipe=fp8-block", "optim.release_gradients=true", "optim.clip_norm=previous"),
         *("muon.nesterov=false", "muon.adjust_lr_fn=original", "muon.matrix_lr=0.02", *SNIP, *TINY),
@@ -125,7 +129,7 @@ KINDS = {
 
 
 # Other kinds resume in the combinations of soak/test_e2e.py, and a run in float32 is killed and resumed below.
-@pytest.mark.sampled(only=["released", "fp16", "muon", "snip by sampling"])
+@pytest.mark.sampled(only=["released", "fp16", "muon", "muon and fp8 weights", "snip by sampling"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_resumed_is_straight(kind: str, text: Path, tmp_path: Path) -> None:
     """From a checkpoint half way, in a run that also evaluates and samples, which the straight one does not."""
@@ -166,6 +170,12 @@ def test_released_gradients_change_no_bit(text: Path, tmp_path: Path) -> None:
 def test_what_released_gradients_cannot_go_with(more: list[str], words: str, text: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=words):
         train(settings(text, tmp_path / "run", "optim.release_gradients=true", "optim.max_norm=0", *more))
+
+
+def test_weights_in_fp8_are_those_of_adamw_and_muon(text: Path, tmp_path: Path) -> None:
+    mini = ["precision.mode=bf16-sr", "precision.recipe=fp8-current", "precision.weights=fp8", "optim.optimizer=adam-mini"]
+    with pytest.raises(UserError, match=r"with AdamW or Muon and one plan, and here is optim\.optimizer='adam-mini'"):
+        train(settings(text, tmp_path / "run", *mini))
 
 
 def test_a_run_moves_its_states_to_host_memory_and_back(text: Path, tmp_path: Path) -> None:

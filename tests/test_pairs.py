@@ -696,25 +696,22 @@ def test_adam_mini_of_shards(device: str) -> None:
 def test_muon(update: Update, nesterov: bool, device: str) -> None:
     """Both passes: momentum, which leaves its direction in the gradients, and moves along what has become of that."""
     sizes = [pairs.Size(3, 128), pairs.Size(5, 40, row=3, column=32), pairs.Size(2, 13, shift=3)]
-    start = pairs.pieces_of(sizes, torch.bfloat16, update, 50, device)
-    hyper = torch.tensor([[1e-2, 0.0, 0.95, 1e-7, 0.1, 1.0, 1.0], [3e-3, 0.0, 0.8, 1e-7, 0.0, 1.0, -1.0]], dtype=torch.float64)
-    after = []
-    for code in (adamw, kernel_adamw):
-        pieces = pairs.copies(start)
-        batch, count = code.MuonBatch(pieces, update), torch.zeros(3, dtype=torch.int64, device=device)
-        seen = []
-        for step, dtype in enumerate((torch.bfloat16, torch.bfloat16) if nesterov else (torch.float32,)):
-            constants, _, skip = code.prepare(hyper.to(device), count[:2], count[2], None, None, None, 0.0)
-            # Above 8e37 the factor of a block is subnormal, and the dynamic maps of kernel and reference differ.
-            grads = [grad.clamp(-3e37, 3e37) for grad in pairs.gradients_of(pieces, dtype, 90 * step, False, ())]
-            batch.momentum(grads, constants, count[0], skip, nesterov=nesterov)
-            along = [torch.linspace(-1.5, 1.5, grad.numel(), device=device).view_as(grad).to(dtype) for grad in grads]
-            batch.step(along, constants, count[0], skip)
-            seen += grads
-        after.append((pieces, seen))
-    assert pairs.differing_pieces(after[0][0], after[1][0], update) == 0
-    assert sum(pairs.differing(a, b) for a, b in zip(after[0][1], after[1][1], strict=True)) == 0
-    assert all(not torch.equal(piece.w, first.w) for piece, first in zip(after[1][0], start, strict=True))
+    assert pairs.check_muon(sizes, update, device, nesterov=nesterov) == 0
+
+
+@pytest.mark.usefixtures("short_programs")
+@pytest.mark.parametrize(
+    ("block", "update"),
+    [
+        (0, Update("stochastic", "bf16")),
+        (32, Update("stochastic", "companded8", block=32)),
+        (128, Update("nearest", "dynamic4", block=32)),
+    ],
+    ids=lambda value: pairs.name_of(value) if isinstance(value, Update) else str(value),
+)
+def test_muon_of_weights_in_codes(block: int, update: Update, device: str) -> None:
+    sizes = [pairs.Size(34, 96, block=block), pairs.Size(33, 40, block=block), pairs.Size(2, 129, block=block)]
+    assert pairs.check_muon(sizes, update, device, nesterov=bool(block)) == 0
 
 
 PREPARED = [

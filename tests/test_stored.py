@@ -2,8 +2,11 @@
 
 import copy
 import weakref
+from collections.abc import Callable
 from fractions import Fraction
 
+import numpy as np
+import oracles
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,6 +16,7 @@ from dither import Cast, LayerPrecision, UserError
 from dither.checkpoint import pack, unpack
 from dither.nn import Linear, StoredLinear, restore_weights, store_weights
 from dither.ops.reference import weight_codes
+from dither.optim import AdamW, Muon, muon_groups
 
 # Rounding -------------------------------------------------------------------------------------------------------------
 
@@ -140,34 +144,34 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> flo
     return float(loss.detach())
 
 
-def optimizer_of(net: nn.Module, error_feedback: bool = False) -> dither.optim.AdamW:
-    options = {"states": "bf16" if error_feedback else "dynamic4", "block": 16, "nonfinite": "skip"}
-    return dither.optim.AdamW(net.named_parameters(), lr=1e-2, error_feedback=error_feedback, **options)
+OPTIMIZERS: dict[str, Callable[[nn.Module], AdamW]] = {
+    "adamw": lambda net: AdamW(net.named_parameters(), lr=1e-2, states="dynamic4", block=16, nonfinite="skip"),
+    "feedback": lambda net: AdamW(net.named_parameters(), lr=1e-2, states="bf16", error_feedback=True, nonfinite="skip"),
+    "muon": lambda net: Muon(muon_groups(net), lr=2e-2, states="companded8", block=16, nonfinite="skip"),
+}
 
 
-@pytest.mark.parametrize("feedback", [False, True])
-def test_training_resumed_and_released_has_the_same_bits(feedback: bool) -> None:
-    straight = model()
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_training_resumed_and_released_has_the_same_bits(kind: str) -> None:
+    optimizer_of, straight = OPTIMIZERS[kind], model()
     first, last = (
-        train(straight, optimizer, steps)
-        for optimizer in [optimizer_of(straight, feedback)]
-        for steps in (range(3), range(3, 9))
+        train(straight, optimizer, steps) for optimizer in [optimizer_of(straight)] for steps in (range(3), range(3, 9))
     )
     assert last < 0.9 * first
     codes = {name: tensor.view(torch.uint8) for name, tensor in straight.state_dict().items() if name.endswith("codes")}
     assert len(codes) == 2
 
     released = model()
-    optimizer = optimizer_of(released, feedback)
+    optimizer = optimizer_of(released)
     dither.optim.release_gradients(released, optimizer)
     train(released, optimizer, range(9))
 
     half = model()
-    optimizer = optimizer_of(half, feedback)
+    optimizer = optimizer_of(half)
     train(half, optimizer, range(4))
     tensors, plain = pack(half, optimizer, step=4)
     resumed = model(seed=9)
-    again = optimizer_of(resumed, feedback)
+    again = optimizer_of(resumed)
     unpack(resumed, again, {name: tensor.clone() for name, tensor in tensors.items()}, plain)
     train(resumed, again, range(4, 9))
     copied = copy.deepcopy(half)
@@ -178,7 +182,8 @@ def test_training_resumed_and_released_has_the_same_bits(feedback: bool) -> None
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
-def test_compiled_is_eager() -> None:
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_compiled_is_eager(kind: str) -> None:
     codes = []
     for compiled in (False, True):
         torch.manual_seed(3)
@@ -186,9 +191,54 @@ def test_compiled_is_eager() -> None:
         store_weights(net, torch.float32)
         if compiled:
             net[0].compile(backend="aot_eager", fullgraph=True)
-        train(net, optimizer_of(net), range(3))
+        train(net, OPTIMIZERS[kind](net), range(3))
         codes.append(net[0].weight_codes.view(torch.uint8))
     assert torch.equal(*codes)
+
+
+@pytest.mark.parametrize(("cast", "group"), [("e4m3 tensor", (96, 160)), ("e4m3 block(32)", (32, 32))])
+def test_muon_moves_weights_as_torchs_and_rounds_them_without_bias(
+    cast: str, group: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the same numbers, torch's Muon in float32 gives the weights; codes are their neighbours, at random."""
+    monkeypatch.setattr(Tensor, "bfloat16", Tensor.clone)  # torch rounds what it orthogonalizes
+    torch.manual_seed(4)
+    net = nn.Sequential(Linear(160, 96, bias=False, precision=LayerPrecision(weight=Cast.parse(cast)), name="0"))
+    net[0].weight.data.mul_(torch.linspace(-6, 0, 96).exp2()[:, None])  # groups of several scales
+    layer = store_weights(net, torch.float32)["0"]
+    parameter, theirs = layer.learned_weight(), nn.Parameter(layer.weight.detach())
+    ours, torchs = Muon(net.named_parameters(), lr=0.02, ns_dtype="fp32"), torch.optim.Muon([theirs], lr=0.02)
+    values, (rows, columns) = oracles.decode("e4m3", np.arange(127)), group
+    bias = variance = excess = spread = 0.0
+    for _ in range(4):
+        theirs.data.copy_(layer.weight.detach())
+        parameter.grad = torch.randn(96, 160)
+        theirs.grad = parameter.grad.clone()
+        for optimizer in (ours, torchs):
+            optimizer.step()
+        torch.testing.assert_close(ours.state[parameter]["exp_avg"], torchs.state[theirs]["momentum_buffer"])
+        exact, stored, scale = (x.detach().double().numpy() for x in (theirs, layer.weight, layer.weight_scale))
+        scale = scale.reshape(96 // rows, 160 // columns)
+        largest = np.abs(exact).reshape(96 // rows, rows, 160 // columns, columns).max((1, 3))
+        assert ((np.log2(scale) % 1 == 0) & (224 * scale < largest) & (largest <= 448 * scale)).all()
+        y, stored = (x / scale.repeat(rows, 0).repeat(columns, 1) for x in (exact, stored))
+        place = np.searchsorted(values, np.abs(y), side="right") - 1
+        gap = values[place + 1] - values[place]
+        up = (np.abs(y) - values[place]) / gap  # the chance of the neighbour that is farther from zero
+        off = (stored - y) / gap
+        assert (np.abs(off) < 1.001).all()
+        bias, variance = bias + off.sum(), variance + (up * (1 - up)).sum()
+        excess, spread = excess + (off**2 - up * (1 - up)).sum(), spread + (up * (1 - up) * (1 - 2 * up) ** 2).sum()
+    assert abs(bias) < 5 * variance**0.5
+    assert abs(excess) < 5 * spread**0.5  # rounded to nearest, the squares would add up to half
+
+
+def test_muon_knows_an_output_layer_whose_weight_is_stored() -> None:
+    net = nn.Sequential(nn.Embedding(48, 32), nn.Linear(32, 32), nn.Linear(32, 48, bias=False))
+    dither.convert(net, "fp8-current", all_layers=True)
+    assert set(store_weights(net, torch.float32)) == {"1", "2"}
+    names = [[name for name, _ in group["params"]] for group in muon_groups(net)]
+    assert names == [["1.weight"], ["0.weight"], ["2.weight"], ["1.bias"]]
 
 
 def test_numbers_moves_and_restored_weights() -> None:
@@ -260,7 +310,19 @@ REFUSED = [
 def test_what_does_not_fit_is_refused(casts: dict[str, Cast], options: dict[str, str], words: str) -> None:
     net = nn.Sequential(Linear(32, 32, precision=LayerPrecision(**casts), name="0"))
     with pytest.raises(UserError, match=words):
-        _ = store_weights(net), dither.optim.AdamW(net.named_parameters(), **options)
+        _ = store_weights(net), AdamW(net.named_parameters(), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"error_feedback": True}, "error_feedback=True is for AdamW with a second moment per weight"),
+        ({"master": "fp32"}, "exists only as FP8 codes, which AdamW and Muon round.*master='fp32'"),
+    ],
+)
+def test_what_does_not_fit_muon_is_refused(options: dict[str, object], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        Muon(muon_groups(model()), **options)
 
 
 def test_tied_weights_are_refused() -> None:

@@ -89,6 +89,16 @@ def test_gradients_of_another_dtype() -> None:
     assert pairs.check_adamw(SMALL, torch.bfloat16, update, "cuda", grad_dtype=torch.float32, also_on_cpu=True) == 0
 
 
+@pytest.mark.parametrize("update", [Update("stochastic", "bf16"), Update("nearest", "companded8")], ids=pairs.name_of)
+@pytest.mark.parametrize("block", [0, 128])
+def test_weights_in_codes(block: int, update: Update) -> None:
+    """By AdamW and by both passes of Muon, whose momentum leaves the weights alone: tiles that groups span, and ragged rows."""
+    sizes = [pairs.Size(rows, columns, block=block) for rows, columns in ((1024, 2048), (300, 1001), (129, 256), (3, 40))]
+    assert pairs.check_adamw(sizes, torch.bfloat16, update, "cuda") == 0
+    for nesterov in (True, False):
+        assert pairs.check_muon(sizes, update, "cuda", nesterov=nesterov) == 0
+
+
 @pytest.mark.parametrize(
     "update",
     [

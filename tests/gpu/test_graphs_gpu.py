@@ -60,6 +60,7 @@ RELEASED = {
     "stored": ['precision.recipe="fp8-current"', 'precision.weights="fp8"'],
     "mini": ['optim.optimizer="adam-mini"'],
     "muon": ['optim.optimizer="muon"'],
+    "muon stored": ['optim.optimizer="muon"', 'precision.recipe="fp8-block"', 'precision.weights="fp8"'],
 }
 
 

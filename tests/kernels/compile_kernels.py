@@ -277,26 +277,26 @@ def optimizer_calls() -> Iterator[str]:
                 extra = torch.zeros(w.shape, dtype=masters.LOW.get(update.master, torch.float32))
             pieces.append(Piece(w, m, v, m_scale, v_scale, extra, 0, 0, (1, 2), 0))
         grads = [torch.zeros_like(piece.w) for piece in pieces]
-        batch = adamw.Batch(pieces, update)
-        batch.square_sum(grads)
-        batch.step(grads, constants, count[0], skip)
-        yield f"adamw {update}"
+        adamw.Batch(pieces, update).square_sum(grads)
+        kinds = {str(update): pieces}
         for block in (0, 128) if update.weights != "kahan" and not update.master and update.states != "fp32" else ():
-            coded = [
+            kinds[f"{update}, weights in codes, block {block}"] = [
                 replace(piece, w=codes, extra=scale, block=block)
                 for piece in pieces
                 for codes, scale in [weight_codes.encode(piece.w.float(), block, None)]
             ]
-            adamw.Batch(coded, update).step(grads, constants, count[0], skip)
-            yield f"adamw {update.weights} {update.states}, weights in codes, block {block}"
-        if update.error_feedback:
-            continue
-        if update.master != "split":
-            muon = adamw.MuonBatch([replace(piece, v=piece.m) for piece in pieces], update)
+        for kind, stored in kinds.items():
+            adamw.Batch(stored, update).step(grads, constants, count[0], skip)
+            yield f"adamw {kind}"
+            if update.master == "split" or update.error_feedback:
+                continue
+            muon = adamw.MuonBatch([replace(piece, v=piece.m) for piece in stored], update)
             for nesterov in (True, False):
                 muon.momentum(grads, constants, count[0], skip, nesterov=nesterov)
             muon.step(grads, constants, count[0], skip)
-            yield f"muon {update.weights} {update.states}"
+            yield f"muon {kind}"
+        if update.error_feedback:
+            continue
         if not update.in_blocks and update.master != "split":
             runs = [replace(piece, v=torch.zeros(2), run=2, share=2 * piece.w.shape[1]) for piece in pieces]
             mini = adamw.MiniBatch(runs, update)

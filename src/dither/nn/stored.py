@@ -147,8 +147,8 @@ class StoredLinear(FrozenLinear):
 def store_weights(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> dict[str, StoredLinear]:
     """Keep only FP8 codes of weights that train: replace each converted layer whose products read such codes, in place.
 
-    Call it after `dither.convert` and before an optimizer is made, which must be `dither.optim.AdamW`. Layers without casts
-    stay as they are. Return the new layers by name.
+    Call it after `dither.convert` and before an optimizer is made, which must be `dither.optim.AdamW` or `Muon`. Layers without
+    casts stay as they are. Return the new layers by name.
 
     Args:
         model: A converted model on one device, between steps.

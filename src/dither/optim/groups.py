@@ -149,12 +149,12 @@ class Member:
                 f"is {parameter.dtype}: use master='fp32'."
             )
         rules = {f"master={update.master!r}": update.master, "weights='kahan'": update.weights == "kahan"}
-        rules |= {"Adam-mini": self.role is not None, "Muon": self.muon}
+        rules["Adam-mini"] = self.role is not None
         kind = next((name for name, present in rules.items() if present), None)
         if self.coded is not None and kind is not None:
             raise UserError(
-                f"The parameter {self.name!r} exists only as FP8 codes, which AdamW rounds stochastically or to nearest, and "
-                f"{kind} was given: leave it out, or do not store weights as codes."
+                f"The parameter {self.name!r} exists only as FP8 codes, which AdamW and Muon round stochastically or to "
+                f"nearest, and {kind} was given: leave it out, or do not store weights as codes."
             )
         if update.in_blocks:
             for shard in shards(parameter):
@@ -301,7 +301,7 @@ def check_group(group: Mapping[str, Any], *, wait: bool = True) -> None:
         raise UserError(f"min_8bit_size is a number of elements from 0 on, not {least!r}.")
     if not isinstance(group["error_feedback"], bool):
         raise UserError(f"error_feedback is True or False, not {group['error_feedback']!r}.")
-    if group["error_feedback"]:
+    if group["error_feedback"] and not group.get("use_muon"):  # whose matrices are refused by `Member.check`
         _, beta1, _, eps, _ = read_numbers(group, wait=wait)
         if not isinstance(beta1, Tensor) and beta1 < LEAST_BETA:
             raise UserError(f"error_feedback=True lets the first moment carry errors, so betas[0] is at least {LEAST_BETA:g}.")

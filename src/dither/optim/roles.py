@@ -157,7 +157,7 @@ def muon_groups(
     """
     sites = find_sites(model)
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    outputs = {id(getattr(model.get_submodule(name), "weight", None)) for name in output_layers(model, sites)}
+    outputs = {id(model.get_submodule(name)._parameters.get("weight")) for name in output_layers(model, sites)}
     across = {site.name if site.parameter else f"{site.name}.weight" for site in sites if is_transposed(site.module)}
     adamw: dict[str, Any] = {"use_muon": False, "eps": adamw_eps}
     decayed = adamw | {"weight_decay": weight_decay if adamw_decay is None else adamw_decay}

@@ -669,14 +669,14 @@ def _check_stored(config: Config, ranks: Ranks) -> None:
         f"{ranks.world} ranks": ranks.world > 1,
         "snip.target": config.snip.target is not None,
         "lora.rank": config.lora.rank is not None,
-        f"optim.optimizer={config.optim.optimizer!r}": config.optim.optimizer != "adamw",
+        f"optim.optimizer={config.optim.optimizer!r}": config.optim.optimizer == "adam-mini",
         "monitor.fallback": config.monitor.fallback,
     }
     for name, present in others.items():
         if present:
             raise UserError(
-                f"precision.weights='fp8' is for a whole model on one device, with AdamW and one plan, and here is {name}: "
-                "leave one of them out."
+                f"precision.weights='fp8' is for a whole model on one device, with AdamW or Muon and one plan, and here is "
+                f"{name}: leave one of them out."
             )
 
 

@@ -207,6 +207,9 @@ class Batch:
     One table (and launch) has the pieces whose tiles may run over the ends of rows, another one the rest.
     """
 
+    rule = "adamw"
+    """The kernel's RULE for a step."""
+
     def __init__(self, pieces: Sequence[Piece], update: Update) -> None:
         self.pieces = tuple(pieces)
         self.update = update
@@ -249,23 +252,25 @@ class Batch:
         constants: float32[rows, 11], from `prepare`. step: 0-d int64, which random bits depend on. skip: 0-d int32.
         """
         if not self.pieces[0].coded:
-            self._launch("adamw", grads, constants, step, skip)
+            self._launch(self.rule, grads, constants, step, skip)
             return
         for table in self.tables:
             table.amax.zero_()
-        for rule in ("measure", "adamw"):
-            self._launch(rule, grads, constants, step, skip)
+        for measures in (True, False):
+            self._launch(self.rule, grads, constants, step, skip, measures)
         for table in self.tables:
             launch = _weight_scales_kernel[(len(table.indices),)]
             launch(table.rows, skip, BLOCK=self.pieces[0].block, TILE=256, num_warps=4)
 
-    def _launch(self, rule: str, grads: Sequence[Tensor], constants: Tensor, step: Tensor, skip: Tensor) -> None:
+    def _launch(
+        self, rule: str, grads: Sequence[Tensor], constants: Tensor, step: Tensor, skip: Tensor, measures: bool = False
+    ) -> None:
         """Launch the kernel for a RULE on each table."""
         for table in self.tables:
             kept = table.point(grads)
             device = table.rows.device
-            if rule not in table.updates:
-                table.updates[rule] = BoundKernel(
+            if (rule, measures) not in table.updates:
+                table.updates[rule, measures] = BoundKernel(
                     _adamw_kernel,
                     table.programs,
                     (),
@@ -275,8 +280,9 @@ class Batch:
                         "GROUP": self.padded,
                         "FLAT": table.flat,
                         "BLOCK": self.pieces[0].block,
-                        "FEEDS": rule == "adamw" and self.update.error_feedback and self.pieces[0].w.itemsize < 4,
+                        "FEEDS": not measures and self.update.error_feedback and self.pieces[0].w.itemsize < 4,
                         "RULE": rule,
+                        "MEASURES": measures,
                         "G": fields(FORMATS[kept[0].dtype]),
                         "GH": RoundingConstants("nearest", 0, 32, True, native(device)),
                         "G_STORE": INTEGERS[kept[0].itemsize],
@@ -289,19 +295,17 @@ class Batch:
                     enable_fp_fusion=False,
                 )
             map_tables = state_maps.device_tables(device) if self.update.states in ("dynamic8", "dynamic4") else None
-            table.updates[rule](table.rows, table.grads, table.owner, constants, step, skip, map_tables)
+            table.updates[rule, measures](table.rows, table.grads, table.owner, constants, step, skip, map_tables)
 
 
 class MuonBatch(Batch):
     """Matrices that Muon updates alike: `momentum` comes before their orthogonalization, `step` after it."""
 
+    rule = "move"
+
     def momentum(self, grads: Sequence[Tensor], constants: Tensor, step: Tensor, skip: Tensor, *, nesterov: bool) -> None:
         """Update the momentum, and replace each gradient in place by what is orthogonalized, unless `skip` is 1."""
         self._launch("nesterov" if nesterov else "momentum", grads, constants, step, skip)
-
-    def step(self, grads: Sequence[Tensor], constants: Tensor, step: Tensor, skip: Tensor) -> None:
-        """Move the weights along `grads`, their orthogonalized directions, unless `skip` is 1."""
-        self._launch("move", grads, constants, step, skip)
 
 
 def _kind(update: Update) -> str:

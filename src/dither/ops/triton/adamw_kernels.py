@@ -16,8 +16,10 @@ Legend:
     H              a rounding in general: WH or FH
     MODE           how weights are kept: "plain", "kahan", with masters: "master" (float32), "split" or "split24"; or as "codes"
     BLOCK          width of the squares that share a scale, if weights are codes; 0 if a tensor has one scale
-    RULE           what a pass does: "adamw"; "measure", which comes before it if weights are codes and finds the largest of a
-                   group; or one half of Muon: "momentum" or "nesterov" before its orthogonalization, "move" after it
+    RULE           what a pass does: "adamw"; or one half of Muon: "momentum" or "nesterov" before its orthogonalization, "move"
+                   after it
+    MEASURES       a pass stores nothing but the largest magnitudes of groups: if weights are codes, it comes before the pass
+                   that rounds them
     FEEDS          what the rounding of a weight loses is subtracted from its first moment (error feedback)
     G, GH          format of the gradients, and rounding to nearest, for those that Muon overwrites
     KIND           how moments are kept: "whole" (fp32, bf16), "codes" (8-bit formats), "dynamic8", "companded8" or "dynamic4"
@@ -447,8 +449,8 @@ def _adamw_kernel(
     W: tl.constexpr, WH: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr, FH: tl.constexpr, S: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, W_TYPE: tl.constexpr, W_STORE: tl.constexpr, E_TYPE: tl.constexpr,
     G_TYPE: tl.constexpr, S_TYPE: tl.constexpr, S_STORE: tl.constexpr, FLAT: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr, FEEDS: tl.constexpr, RULE: tl.constexpr, G: tl.constexpr, GH: tl.constexpr, G_STORE: tl.constexpr,
-    TILE: tl.constexpr, TILES: tl.constexpr,
+    BLOCK: tl.constexpr, FEEDS: tl.constexpr, RULE: tl.constexpr, MEASURES: tl.constexpr, G: tl.constexpr, GH: tl.constexpr,
+    G_STORE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Update w, m, v and extra in place with one AdamW step; nothing is written if `skip` is 1.
 
@@ -507,7 +509,7 @@ def _adamw_kernel(
     blocks_end = (elements // columns) * tl.cdiv(columns, GROUP)
 
     # Everything above is loaded once per program, and shared by its TILES tiles.
-    ADAMW: tl.constexpr = RULE == "adamw" or RULE == "measure"
+    ADAMW: tl.constexpr = RULE == "adamw"
     first_row, first_column = first_place((program - first) * TILES * TILE, columns)
     for tile in range(TILES):
         e0 = ((program - first) * TILES + tile) * TILE
@@ -585,14 +587,14 @@ def _adamw_kernel(
             store_rounded((g_start + base).to(tl.pointer_type(G_STORE)), offset, along, random, inside, G, GH)
         if ADAMW or RULE == "move":
             w, extra = moved_weights(w, extra, direction, decay, shrink, step_size, W, WH, MODE)
-            if RULE == "measure":
+            if MEASURES:
                 weight_codes.keep_largest(amax_ptr, w, inside, groups, groups_inside, BLOCK, TILE)
             elif WH.KIND == "stochastic":
                 if MODE == "codes":
                     random = wide_random_bits(w_key, step, row, column, TILE, FLAT)
                 else:
                     random = random_bits(w_key, step, row, column, TILE, FLAT)
-            if RULE == "measure":
+            if MEASURES:
                 pass
             elif MODE == "codes":
                 kept = weight_codes.store_weights(
@@ -611,7 +613,7 @@ def _adamw_kernel(
                 tl.store(extra_ptr + offset, extra, mask=inside)
             elif MODE == "kahan":
                 store_rounded(extra_ptr.to(tl.pointer_type(W_STORE)), offset, extra, random, inside, W, WH)
-        if RULE != "move" and RULE != "measure":
+        if RULE != "move" and not MEASURES:
             if FH.KIND == "stochastic":
                 random = random_bits(state_key, step, row, column, TILE, FLAT)
             if KIND == "whole":
@@ -636,7 +638,7 @@ def _adamw_kernel(
                     TILE,
                     FLAT,
                 )
-        if RULE == "adamw":
+        if ADAMW and not MEASURES:
             if KIND == "whole":
                 store_rounded(v_ptr.to(tl.pointer_type(S_STORE)), offset, v, second_random_bits(random), inside, F, FH)
             else:

@@ -170,7 +170,7 @@ class PieceTable:
         self.grads = torch.empty(-(-len(pieces) // ADDRESSES) * ADDRESSES, dtype=torch.int64, device=device)
         self.written: tuple[int, ...] = ()
         self.captured = False
-        self.updates: dict[str, BoundKernel] = {}
+        self.updates: dict[tuple[str, bool], BoundKernel] = {}
         self.squares: BoundKernel | None = None
 
     def point(self, grads: Sequence[Tensor]) -> list[Tensor]:
