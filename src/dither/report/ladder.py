@@ -56,6 +56,8 @@ class Result:
     bits_per_byte: float | None = None
     casts: dict[str, float] = field(default_factory=dict)
     """Held-out losses after casts of the trained weights."""
+    bitwidths: dict[str, float] = field(default_factory=dict)
+    """Mean b_t of each sampled layer after the last step."""
     held_out: tuple[tuple[int, float], ...] = ()
     """Held-out losses during the run, each with the tokens before it."""
     curve: tuple[tuple[int, float], ...] = ()
@@ -148,25 +150,23 @@ class Law:
 def fit_law(points: Sequence[tuple[float, float, float]]) -> Law | str:
     """Fit a law to points (N parameters, D tokens, loss); return a sentence if they are too few for any.
 
-    Both terms need 3 sizes, one of them with 3 numbers of tokens, and 6 points. Else one term is fitted: that of the tokens if
-    one size has 3 numbers of tokens, that of the parameters if there are 3 sizes.
+    Both terms need 3 sizes, one of them with 3 numbers of tokens, and 6 points. Else that of the tokens alone is fitted, if one
+    size has 3 numbers of tokens.
     """
     sizes = sorted({size for size, _, _ in points})
     counts = {size: len({tokens for n, tokens, _ in points if n == size}) for size in sizes}
     longest = max(sizes, key=lambda size: (counts[size], size), default=0.0)
     if len(sizes) >= 3 and counts[longest] >= 3 and len(points) >= 6:
-        return _least_squares(points, of_size=True, of_tokens=True)
+        return _least_squares(points, of_size=True)
     if counts.get(longest, 0) >= 3:
-        return _least_squares([point for point in points if point[0] == longest], of_size=False, of_tokens=True)
-    if len(sizes) >= 3:
-        return _least_squares(points, of_size=True, of_tokens=False)
+        return _least_squares([point for point in points if point[0] == longest], of_size=False)
     return (
         "No law is fitted: E + A / N^a + B / D^b needs 3 sizes, one of them with 3 numbers of tokens, and 6 losses; "
-        "E + B / D^b needs one size with 3 numbers of tokens; E + A / N^a needs 3 sizes."
+        "E + B / D^b needs one size with 3 numbers of tokens."
     )
 
 
-def _least_squares(points: Sequence[tuple[float, float, float]], *, of_size: bool, of_tokens: bool) -> Law:
+def _least_squares(points: Sequence[tuple[float, float, float]], *, of_size: bool) -> Law:
     """Fit E, A, B >= 0 by least squares for each pair of exponents, and search for the exponents."""
     import numpy as np
     from scipy.optimize import minimize, nnls  # type: ignore[import-untyped]
@@ -177,7 +177,7 @@ def _least_squares(points: Sequence[tuple[float, float, float]], *, of_size: boo
 
     def solved(logs: Any) -> tuple[Any, float]:
         a, b = np.exp(np.clip(logs, low, high))
-        columns = [np.ones_like(losses), (sizes / centre_n) ** -a * of_size, (tokens / centre_d) ** -b * of_tokens]
+        columns = [np.ones_like(losses), (sizes / centre_n) ** -a * of_size, (tokens / centre_d) ** -b]
         factors, norm = nnls(np.stack(columns, axis=1), losses)
         return factors, float(norm)
 
@@ -185,7 +185,7 @@ def _least_squares(points: Sequence[tuple[float, float, float]], *, of_size: boo
         return solved(logs)[1]
 
     steps = np.linspace(low, high, 13)
-    starts = sorted(itertools.product(steps if of_size else [0.0], steps if of_tokens else [0.0]), key=error)[:3]
+    starts = sorted(itertools.product(steps if of_size else [0.0], steps), key=error)[:3]
     options = {"xatol": 1e-10, "fatol": 1e-14, "maxiter": 4000}
     best = min((minimize(error, start, method="Nelder-Mead", options=options) for start in starts), key=lambda each: each.fun)
     (E, A, B), norm = solved(best.x)
@@ -210,14 +210,12 @@ class RungRow:
     """Loss minus that of the baseline, over the seeds that both have; None for the baseline itself."""
     training: Estimate | None
     """The same of the training losses at the end (`Result.training`)."""
-    tokens_per_s: float | None
-    """Median over the seeds."""
     note: str
-    """Runs that have no loss, and why."""
+    """Runs that have no loss, and why; the learned bitwidths at the end."""
 
 
-SpeedSource = Literal["alone", "shared device", "given"]
-"""The origin of a speed: runs alone on the device, runs beside others, or the file of the ladder."""
+SpeedSource = Literal["measured", "given"]
+"""The origin of a speed: runs alone on the device, or the file of the ladder."""
 
 
 @dataclass(frozen=True)
@@ -238,7 +236,7 @@ class EqualQuality:
     """The factor at the lower end of the difference's confidence interval; None for a single seed."""
     high: float | None
     speed: float | None
-    """Tokens per second over those of the baseline; None if not measured."""
+    """Tokens per second over those of the baseline; None if only runs that shared the device have any."""
     source: SpeedSource
 
     @property
@@ -284,14 +282,12 @@ class LadderReport:
                 if not (runs := self.runs(arm, rung)):
                     continue
                 losses = [run.loss for run in runs if run.loss is not None]
-                speeds = [run.tokens_per_s for run in runs if run.tokens_per_s]
                 notes = [f"seed {run.seed} {run.status}: {run.why}" for run in runs if run.status != "done"]
+                if learned := [bits for run in runs for bits in run.bitwidths.values()]:
+                    notes.append(f"b_t of layers: {statistics.fmean(learned):.2f} ({min(learned):.2f} to {max(learned):.2f})")
                 difference, training = (_paired(runs, base, name) for name in ("loss", "training"))
-                speed = statistics.median(speeds) if speeds else None
                 parameters, model, tokens = rung
-                found.append(
-                    RungRow(model, parameters, tokens, arm, estimate(losses), difference, training, speed, "; ".join(notes))
-                )
+                found.append(RungRow(model, parameters, tokens, arm, estimate(losses), difference, training, "; ".join(notes)))
         return found
 
     @cached_property
@@ -333,8 +329,11 @@ class LadderReport:
     def equal_quality(self) -> list[EqualQuality]:
         """What each arm's speed is worth on each rung, where the baseline has a law of the tokens."""
         found = []
-        speeds = {(row.model, row.tokens, row.arm): row.tokens_per_s for row in self.rows}
-        alone = {(run.model, run.arm): run.tokens_per_s for run in self.results if run.kind == "speed" and run.tokens_per_s}
+        alone = {
+            (run.model, run.arm): run.tokens_per_s
+            for run in sorted(self.results, key=lambda run: run.kind == "speed")  # those of --speed count before others
+            if run.jobs == 1 and run.tokens_per_s
+        }
         for row in self.rows:
             if row.difference is None or (law := self.law_of(row.model)) is None:
                 continue
@@ -345,12 +344,10 @@ class LadderReport:
 
             mean, half = row.difference.mean, row.difference.interval
             low, high = (None, None) if half is None else (factor(mean - half), factor(mean + half))
-            source: SpeedSource = "alone"
+            source: SpeedSource = "measured"
             own, other = alone.get((row.model, row.arm)), alone.get((row.model, self.baseline))
             if row.arm in self.speeds:
                 own, other, source = self.speeds[row.arm], 1.0, "given"
-            elif own is None or other is None:
-                own, other, source = row.tokens_per_s, speeds.get((row.model, row.tokens, self.baseline)), "shared device"
             speed = own / other if own and other else None
             place = row.model, row.parameters, row.tokens, row.arm
             found.append(EqualQuality(*place, factor(mean), low, high, speed, source))
@@ -383,7 +380,7 @@ class LadderReport:
         else:
             rows = [
                 (each.model, count(each.tokens), f"`{each.arm}`", _times(each.factor, each.low, each.high),
-                 "" if each.speed is None else f"{each.speed:.3f}" + ("" if each.source == "alone" else f" ({each.source})"),
+                 "" if each.speed is None else f"{each.speed:.3f}" + ("" if each.source == "measured" else f" ({each.source})"),
                  "" if each.at_equal_quality is None else f"{each.at_equal_quality:.3f}")
                 for each in self.equal_quality
             ]  # fmt: skip

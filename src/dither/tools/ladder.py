@@ -412,6 +412,7 @@ def _measured(outcome: Outcome) -> dict[str, Any]:
     machine |= {"commit": os.environ.get("DITHER_COMMIT") or facts.get("git"), "corpus": facts.get("corpus_sha256")}
     per_step = trained[-1]["tokens"] // trained[-1]["step"] if trained else 0
     done = outcome.how == "done" and outcome.loss is not None and math.isfinite(outcome.loss)
+    layers = next((line["layers"] for line in reversed(lines) if line["kind"] == "bitwidths"), {})
     held_out = [(line["step"] * per_step, line["loss"]) for line in lines if line["kind"] == "eval"]
     speeds = [line["tokens_per_s"] for line in trained[len(trained) // 2 :] if line["tokens_per_s"]]
     return {
@@ -419,6 +420,7 @@ def _measured(outcome: Outcome) -> dict[str, Any]:
         "why": "" if done else outcome.why if outcome.how != "done" else "The held-out loss is not finite.",
         "loss": outcome.loss if done else None,
         "bits_per_byte": outcome.bits_per_byte if done else None,
+        "bitwidths": {name: round(layer["mean"], 3) for name, layer in layers.items()},
         "held_out": tuple((tokens, round(loss, 5)) for tokens, loss in held_out if loss is not None),
         "curve": tuple((line["tokens"], round(line["loss_ema"], 4)) for line in trained if line["loss_ema"] is not None),
         "tokens_per_s": statistics.median(speeds) if speeds else None,
