@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -76,6 +76,17 @@ def test_updates_at_rest_are_those_of_the_optimizer(run):
     mine = next(layer.update for layer in found.layers if layer.name == "model.layers.0.mlp.up_proj")
     assert mine.ratio == pytest.approx((update.abs() / spacing).median().item(), rel=1e-3)
     assert mine.stagnant == pytest.approx(((w - update).bfloat16().float() == w).double().mean().item(), abs=1e-3)
+
+
+def test_updates_of_weights_in_codes_are_those_of_the_monitor(text, tmp_path):
+    stored = ("precision.mode=bf16-sr", "precision.recipe=fp8-current", "precision.weights=fp8")
+    more = ("run.steps=2", f'run.out="{tmp_path / "run"}"', "monitor.every=2")
+    outcome = train(configs.override(Config(), settings(text, *more, *stored)))
+    lines = [json.loads(line) for line in (outcome.folder / "metrics.jsonl").read_text().splitlines()]
+    seen = {layer["name"]: layer["update"] for line in lines if line["kind"] == "numerics" for layer in line["layers"]}
+    found = {layer.name: asdict(layer.update) for layer in inspect.inspect(outcome.folder, [Cast("e4m3")]).layers}
+    assert found == seen
+    assert {update["format"] for update in found.values()} == {"e4m3"}
 
 
 def test_the_table_and_a_model_of_hugging_face(tmp_path, capsys):

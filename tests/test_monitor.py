@@ -18,7 +18,7 @@ from worlds import on_ranks
 import dither
 from dither import LayerPrecision, Plan, UserError, cli, recipe
 from dither import checkpoint as checkpoints
-from dither.nn import Linear
+from dither.nn import Linear, store_weights
 from dither.nn.convert import Conversion
 from dither.nn.experts import ExpertsLinear
 from dither.numerics import Monitor
@@ -274,6 +274,28 @@ def test_the_update_is_what_the_optimizer_did(kind):
     # Rounded moments (8 bits: half of a spacing of 2^-3 or more) and the decay, which is that of the weight before.
     assert (last.update - moved).norm() <= (0.08 if kind == "dynamic8" else 0.004) * moved.norm()
     assert (last.weight.dtype, last.rounding) == (torch.float32, "nearest")
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-block-2d"])
+def test_the_update_of_a_weight_in_codes_is_compared_with_the_spacing_of_its_codes(recipe):
+    model = net(recipe)
+    layer = store_weights(model, torch.float32)["0"]
+    optimizer = AdamW(model.named_parameters(), lr=1e-3, weight_decay=0.0, eps=1e-30)
+    monitor = Monitor(model, optimizer, every=1)
+    with monitor.step(0):
+        with dither.step_context(model, step=0):
+            model(data()).square().mean().backward()
+        optimizer.step()
+    parameter = layer.learned_weight()
+    last = last_update(optimizer, parameter, optimizer.param_groups[0])
+    scale = layer.weight / last.weight  # of one group
+    torch.testing.assert_close(scale, torch.full_like(scale, layer.weight_scale.max().item()))
+    torch.testing.assert_close(last.update * scale, 1e-3 * parameter.grad.sign())  # Adam's first step
+    update = monitor.report.layers[0].update
+    assert (update.format, update.rounding, update.elements) == ("e4m3", "stochastic", 512)
+    magnitude = layer.weight.abs().float()
+    typical = (1e-3 / (torch.exp2(torch.floor(torch.log2(magnitude))) / 8)).median().item()  # three bits of mantissa
+    assert update.ratio == pytest.approx(typical, rel=0.01)
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic", "kahan"])

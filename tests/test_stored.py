@@ -302,6 +302,7 @@ REFUSED = [
     ({"weight": Cast.parse("e4m3 tile(128)")}, {}, "casts its weight by e4m3 tile"),
     ({"weight": Cast.parse("e5m2 tensor")}, {}, "casts its weight by e5m2"),
     ({"weight": Cast.parse("e4m3 tensor")}, {"master": "fp32"}, "exists only as FP8 codes.*master='fp32'"),
+    ({"weight": Cast.parse("e4m3 tensor")}, {"master": "split24"}, "exists only as FP8 codes.*master='split24'"),
     ({"weight": Cast.parse("e4m3 tensor")}, {"weights": "kahan"}, "exists only as FP8 codes.*weights='kahan'"),
 ]
 
@@ -310,7 +311,7 @@ REFUSED = [
 def test_what_does_not_fit_is_refused(casts: dict[str, Cast], options: dict[str, str], words: str) -> None:
     net = nn.Sequential(Linear(32, 32, precision=LayerPrecision(**casts), name="0"))
     with pytest.raises(UserError, match=words):
-        _ = store_weights(net), AdamW(net.named_parameters(), **options)
+        _ = store_weights(net, torch.float32), AdamW(net.named_parameters(), **options)
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,9 @@ from dither.models.sizes import Lora, Model
 from dither.models.transformers_models import hf
 from dither.nn.clipping import clipped
 from dither.nn.convert import convert
+from dither.nn.sharded.gather import CodedWeight
 from dither.nn.sites import clip_name, is_transposed
 from dither.nn.stored import store_weights
-from dither.ops.reference import weight_codes
 from dither.optim import training
 from dither.settings import from_table
 from dither.spec import LayerPrecision, Plan
@@ -336,7 +336,7 @@ def _numbers(saved: SavedTensors, stored: str, like: Tensor | None = None) -> Te
     """Return a tensor of a checkpoint, codes of weights as their numbers; of a weight that is like a DTensor, its part."""
     if not stored.endswith(CODES):
         return saved.read(stored, like)
-    return _decoded(stored, saved.read(stored), saved.read(stored.replace(CODES, "weight_scale")), saved.plain)
+    return _coded(stored, saved.read(stored), saved.read(stored.replace(CODES, "weight_scale")), saved.plain).numbers()
 
 
 def _clipped(model: nn.Module, saved: SavedTensors, names: Mapping[str, str], name: str, numbers: Tensor) -> Tensor:
@@ -349,21 +349,20 @@ def _clipped(model: nn.Module, saved: SavedTensors, names: Mapping[str, str], na
     return clipped(numbers, saved.read(names[clip]), -2 if is_transposed(home) else -1)
 
 
-def _decoded(stored: str, codes: Tensor, scale: Tensor, plain: Mapping[str, Any]) -> Tensor:
+def _coded(stored: str, codes: Tensor, scale: Tensor, plain: Mapping[str, Any]) -> CodedWeight:
     layer = stored.removeprefix("model:").removesuffix(f".{CODES}")
     cast = LayerPrecision.from_dict(plain["layers"][layer]["precision"]).cast("forward", "weight")
     assert cast is not None
-    return weight_codes.decode(codes, scale, cast.group.size)
+    return CodedWeight({"along": codes, "along_scale": scale}, False, codes.shape, torch.bfloat16, cast.group.size)
 
 
-def with_decoded(tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint, and the numbers of weights that it has as FP8 codes, bfloat16, by their names."""
-    decoded = {
-        name.removesuffix(CODES) + "weight": _decoded(name, codes, tensors[name.replace(CODES, "weight_scale")], plain)
+def coded_weights(tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> dict[str, CodedWeight]:
+    """Return the weights that a checkpoint has as FP8 codes, by the names that others have as numbers."""
+    return {
+        name.removesuffix(CODES) + "weight": _coded(name, codes, tensors[name.replace(CODES, "weight_scale")], plain)
         for name, codes in tensors.items()
         if name.endswith(CODES)
     }
-    return {**tensors, **{name: numbers.to(torch.bfloat16) for name, numbers in decoded.items()}}
 
 
 # Weights for a model that exists --------------------------------------------------------------------------------------

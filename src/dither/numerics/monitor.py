@@ -18,6 +18,7 @@ from dither.nn.compile import compiled_modules
 from dither.nn.experts import ExpertLinear
 from dither.nn.functional import autocast_dtype
 from dither.nn.linear import Linear
+from dither.nn.sharded.gather import coded_of
 from dither.nn.step import untouched
 from dither.numerics.counts import (
     COUNTS,
@@ -34,12 +35,13 @@ from dither.numerics.counts import (
 )
 from dither.ops.ranks import as_matrix, local, part_of
 from dither.ops.reference import scales as scaling
+from dither.ops.reference import weight_codes
 from dither.ops.reference.adamw import FORMATS
 from dither.optim.adamw import AdamW
 from dither.optim.orthogonal import orthogonalize_members
 from dither.snip.statistics import hooked, is_tensor_parallel
 from dither.spec import OPERANDS, Cast
-from dither.spec.formats import TABLE
+from dither.spec.formats import TABLE, Format
 
 # The report -----------------------------------------------------------------------------------------------------------
 
@@ -108,7 +110,7 @@ class WeightUpdate:
 
     @property
     def stands_still(self) -> bool:
-        """Return True if these updates are lost: a 16-bit weight that is rounded to nearest."""
+        """Return True if these updates are lost: a weight of 16 or 8 bits that is rounded to nearest."""
         return self.rounding == "nearest" and self.format != "fp32"
 
 
@@ -312,11 +314,6 @@ def layers_of(model: nn.Module) -> dict[str, Linear]:
     }
 
 
-def parameter_of(layer: Linear) -> Tensor:
-    """Return the parameter of a layer's weight; that of an expert holds all experts."""
-    return getattr(layer._home[0], layer._parameter) if isinstance(layer, ExpertLinear) else layer.weight
-
-
 @dataclass
 class Observer:
     """Collects numbers of layers' operands in the passes inside `attached`. Numbers stay on the device until `lines`."""
@@ -433,22 +430,24 @@ class LastUpdate(NamedTuple):
     weight: Tensor
     """The weight after the update, in the dtype that updates are accumulated in: a master weight if there is one."""
     update: Tensor
-    """The update, float32."""
+    """The update, float32. Of a weight that exists as codes, both are in units of the codes' scales."""
+    format: Format
+    """The format that updates are accumulated in."""
     rounding: str
     """The rounding of the weight: nearest, stochastic or kahan."""
 
 
 def last_update(optimizer: torch.optim.Optimizer, parameter: Tensor, group: Mapping[str, Any]) -> LastUpdate:
     """Return the last update of a parameter of a group, without changing the optimizer or waiting for the device."""
-    state, w, rounding = optimizer.state[parameter], local(parameter.detach()), "nearest"
+    state, coded, rounding = optimizer.state[parameter], coded_of(parameter), "nearest"
     if isinstance(optimizer, AdamW):
         moments, stored = optimizer.moments(parameter), optimizer.member(parameter).update
         m, v = moments.m, moments.v
-        if stored.master:
-            w = optimizer.wide_weight(parameter)
-        elif w.dtype != torch.float32:
-            rounding = stored.weights
+        whole = stored.master or coded is not None
+        w = optimizer.wide_weight(parameter) if whole else local(parameter.detach())
+        rounding = stored.weights if coded is not None or w.dtype != torch.float32 else rounding
     else:
+        w = local(parameter.detach())
         m, v = (local(state[key]).float() for key in ("exp_avg", "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"))
     t, lr = (_on_device(each, w.device) for each in (state["step"], group["lr"]))
     if group.get("use_muon"):
@@ -456,12 +455,15 @@ def last_update(optimizer: torch.optim.Optimizer, parameter: Tensor, group: Mapp
         member, parts = optimizer.member(parameter), [as_matrix(m.contiguous())]
         orthogonalize_members([member], parts)
         update = (lr * member.ratio).float() * parts[0].view(m.shape).float() + (lr * group["weight_decay"]).float() * w.float()
-        return LastUpdate(w, update, rounding)
-    rest1, rest2 = (1 - torch.pow(beta, t) for beta in group["betas"])
-    update = (lr / rest1).float() * m / (v.sqrt() / rest2.sqrt().float() + group["eps"])
-    if isinstance(optimizer, torch.optim.AdamW | AdamW) and group["weight_decay"]:  # decoupled
-        update += (lr * group["weight_decay"]).float() * w.float()
-    return LastUpdate(w, update, rounding)
+    else:
+        rest1, rest2 = (1 - torch.pow(beta, t) for beta in group["betas"])
+        update = (lr / rest1).float() * m / (v.sqrt() / rest2.sqrt().float() + group["eps"])
+        if isinstance(optimizer, torch.optim.AdamW | AdamW) and group["weight_decay"]:  # decoupled
+            update += (lr * group["weight_decay"]).float() * w.float()
+    if coded is None:
+        return LastUpdate(w, update, FORMATS[w.dtype], rounding)
+    scale = weight_codes.spread(coded.scales, coded.block, *w.shape)
+    return LastUpdate(w / scale, update / scale, weight_codes.E4M3, rounding)
 
 
 def _on_device(value: Tensor | float, device: torch.device) -> Tensor:
@@ -481,9 +483,7 @@ class MeasuredUpdate(NamedTuple):
     @classmethod
     def of(cls, last: LastUpdate) -> "MeasuredUpdate":
         """Compare an update with the spacing of its format."""
-        return cls(
-            update_counts(last.weight, last.update, FORMATS[last.weight.dtype]), FORMATS[last.weight.dtype].name, last.rounding
-        )
+        return cls(update_counts(last.weight, last.update, last.format), last.format.name, last.rounding)
 
     def report(self, moved: float, stagnant: float, ratio: float) -> WeightUpdate | None:
         """Return these numbers, read from the device and combined over ranks, for a report; None if no update is nonzero."""
@@ -497,7 +497,7 @@ def _measured(optimizer: torch.optim.Optimizer, layers: Mapping[str, Linear]) ->
     experts: dict[int, LastUpdate] = {}  # one parameter holds all experts: compute its update once
     measured: dict[str, MeasuredUpdate] = {}
     for name, layer in layers.items():
-        parameter = parameter_of(layer)
+        parameter = layer.learned_weight()
         if id(parameter) not in groups or "exp_avg" not in optimizer.state.get(parameter, {}):
             continue
         last = experts.get(id(parameter)) or last_update(optimizer, parameter, groups[id(parameter)])
@@ -618,7 +618,7 @@ class Monitor:
 
     def _gradients(self) -> list[Tensor]:
         """Return the gradients of the layers' weights, once each."""
-        weights = {id(weight): weight for weight in map(parameter_of, layers_of(self.model).values())}
+        weights = {id(weight): weight for weight in (layer.learned_weight() for layer in layers_of(self.model).values())}
         return [local(weight.grad) for weight in weights.values() if weight.grad is not None]
 
     def _observer(self) -> Observer:

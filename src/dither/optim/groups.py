@@ -143,11 +143,6 @@ class Member:
             raise UserError(
                 f"Parameters are float32, bfloat16 or float16, and the parameter {self.name!r} is {parameter.dtype}."
             )
-        if update.master in LOW and parameter.dtype != torch.bfloat16:
-            raise UserError(
-                f"master={update.master!r} splits masters into bfloat16 weights and more bits, and the parameter {self.name!r} "
-                f"is {parameter.dtype}: use master='fp32'."
-            )
         rules = {f"master={update.master!r}": update.master, "weights='kahan'": update.weights == "kahan"}
         rules["Adam-mini"] = self.role is not None
         kind = next((name for name, present in rules.items() if present), None)
@@ -155,6 +150,11 @@ class Member:
             raise UserError(
                 f"The parameter {self.name!r} exists only as FP8 codes, which AdamW and Muon round stochastically or to "
                 f"nearest, and {kind} was given: leave it out, or do not store weights as codes."
+            )
+        if update.master in LOW and parameter.dtype != torch.bfloat16:
+            raise UserError(
+                f"master={update.master!r} splits masters into bfloat16 weights and more bits, and the parameter {self.name!r} "
+                f"is {parameter.dtype}: use master='fp32'."
             )
         if update.in_blocks:
             for shard in shards(parameter):
@@ -249,7 +249,7 @@ def update_for(
     chosen = states or ("fp32" if dtype == torch.float32 else "bf16")
     update = Update(weights, chosen, state_rounding or "", block, master or "", error_feedback)  # type: ignore[arg-type]
     if dtype == torch.float32 and update.master != "fp32":  # nothing to split, and nothing to round without codes
-        update = replace(update, master="", error_feedback=error_feedback and coded)
+        update = replace(update, master=update.master if coded else "", error_feedback=error_feedback and coded)
     # Norms and biases are small and sensitive, and FSDP may split them anywhere.
     return replace(update, states="fp32", state_rounding="") if update.in_blocks and small else update
 

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from dither.errors import UserError
 from dither.ops.ranks import as_matrix, local, sharded_like, shards
 from dither.ops.reference import adamw as reference
-from dither.ops.reference import weight_codes
 from dither.ops.reference.adamw import load_state, store_state, zero_state
 from dither.optim.groups import Member
 from dither.spec.optimizer import Update
@@ -152,7 +151,7 @@ def _placed(member: Member, key: str, values: Tensor, scale: Tensor | None) -> d
 def wide_weight(state: Mapping[str, Any], member: Member) -> Tensor:
     """Return the float32 weight of a parameter in its local shape: its master, the weight and its remainder, or the weight."""
     if member.coded is not None:
-        return weight_codes.decode(member.coded.memory, member.coded.scales, member.coded.block)
+        return member.coded.numbers()
     known = {key: local(state[key]) for key in (*EXTRA, "exp_avg_sq") if key in state}
     return member.oriented(reference.wide_weight(member.oriented(local(member.parameter.detach())), known))
 

@@ -13,7 +13,7 @@ from dither.checkpoint.read import LoadedTensors
 from dither.checkpoint.state import optimizer_state, plan_of
 from dither.console import Stage, silent
 from dither.errors import UserError
-from dither.models.open import find_model, open_model, with_decoded
+from dither.models.open import coded_weights, find_model, open_model
 from dither.models.presets import skeleton
 from dither.nn import experts
 from dither.nn.clipping import clipped
@@ -112,8 +112,9 @@ def inspect(path: str | Path, casts: Sequence[Cast], stage: Stage = silent) -> I
         where = found.path
         found.tell()
         tensors, plain = checkpoint.load(where)
-        tensors = with_decoded(tensors, plain)
-        note, updates = _updates(plain, tensors)
+        coded = coded_weights(tensors, plain)
+        note, updates = _updates(plain, {**tensors, **coded})
+        tensors = {**tensors, **{name: weight.numbers().bfloat16() for name, weight in coded.items()}}
         weights = [each._replace(update=updates.get(each.name)) for each in _of_checkpoint(where, tensors, plain)]
         if count := sum(f".{experts.NAME}." in name for name in plain["layers"]):
             left = f"{count} matrices of experts are not inspected: export the run in BF16, and inspect that folder."

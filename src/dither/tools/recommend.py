@@ -223,8 +223,11 @@ SAVINGS = (
     ),
     Saving({"parallel.checkpointing": "full"}, "a quarter of the speed (8B on an H200), and the same numbers"),
     Saving({"optim.states_on": "host"}, "the same numbers"),
-    Saving({"precision.weights": "fp8"}, "weights have 4 significant bits and noise, which small models may pay for"),
-    Saving({"precision.states": "dynamic4"}, "states of 4 bits; the effect on losses was not measured"),
+    Saving(
+        {"precision.weights": "fp8"},
+        "weights have 4 significant bits and noise: 0.03 nats from scratch (3M to 34M), nothing in a fine-tune of 1B",
+    ),
+    Saving({"precision.states": "dynamic4"}, "states of 4 bits: 0.07 nats with Muon (3M); with AdamW not measured"),
 )
 """In the order in which they cost speed, and then quality; each in addition to those before it. See `_by_cost`."""
 

@@ -22,6 +22,7 @@ from dither.nn.functional import Amax, Casting, Castings, Codes, OperandCodes, S
 from dither.nn.sharded.scales import Groups, RowShard, all_reduce_max, groups_of, in_whole_groups, spans_parts, split_amax
 from dither.ops import storage
 from dither.ops.ranks import local
+from dither.ops.reference import weight_codes
 from dither.spec import Cast, groups
 from dither.spec.formats import Format
 
@@ -78,6 +79,10 @@ class CodedWeight(Tensor):
         """Their scales, [group rows, group columns]."""
         scale: Tensor = self.along_scale  # type: ignore[attr-defined]
         return scale.view(1, 1) if scale.numel() == 1 else scale
+
+    def numbers(self) -> Tensor:
+        """Return the float32 numbers of a weight that exists only as codes."""
+        return weight_codes.decode(self.memory, self.scales, self.block)
 
     @property
     def codes(self) -> OperandCodes | None:
