@@ -253,12 +253,17 @@ def test_gpu_memory_chooses_what_costs_least_and_fits(
     ):
         assert cli.main([*words, *more]) == 2
         assert re.search(message, capsys.readouterr().err)
-    # Host memory with room for 4-bit states alone, twice, since a checkpoint copies them; and with room for none.
+    # Adam-mini has no states of 8 bits.
+    assert cli.main([*words, "--gpu-memory", "32GB", "--set", "optim.optimizer=adam-mini"]) == 0
+    assert (begun[-1].precision.states, begun[-1].precision.weights) == (None, None)
+    # Host memory with room for 4-bit states alone, twice, since a checkpoint copies them; and for none. They harm Muon.
     for memory, where, weights in ((24, "host", None), (12, "device", "fp8")):
         monkeypatch.setattr("dither.tools.recommend.cpu_here", lambda memory=memory: Gpu("cpu", None, memory * GIB))
         assert cli.main([*words, "--gpu-memory", "24GB"]) == 0
         found = begun[-1]
         assert (found.optim.states_on, found.precision.states, found.precision.weights) == (where, "dynamic4", weights)
+        assert cli.main([*words, "--gpu-memory", "24GB", "--set", "optim.optimizer=muon"]) == 0
+        assert begun[-1].precision.states == "companded8"
     assert cli.main([*words, "--gpu-memory", "16GB"]) == 2
     assert "17.0 GiB of states would need twice that in host memory." in capsys.readouterr().err
 

@@ -206,6 +206,10 @@ FP8_FASTER_FROM = 1e8
 """Parameters from which FP8 with stochastic rounding is faster than BF16: in `dither train`, 1.13 times o1's speed at 134M."""
 
 
+OPTIMIZER = "optim.optimizer"
+"""The field that savings must suit."""
+
+
 class Saving(NamedTuple):
     """Settings that save memory, and what they cost."""
 
@@ -227,7 +231,7 @@ SAVINGS = (
         {"precision.weights": "fp8"},
         "weights have 4 significant bits and noise: 0.03 nats from scratch (3M to 34M), nothing in a fine-tune of 1B",
     ),
-    Saving({"precision.states": "dynamic4"}, "states of 4 bits: 0.07 nats with Muon (3M); with AdamW not measured"),
+    Saving({"precision.states": "dynamic4"}, "states of 4 bits; the effect on losses was not measured with AdamW"),
 )
 """In the order in which they cost speed, and then quality; each in addition to those before it. See `_by_cost`."""
 
@@ -238,8 +242,10 @@ LEANER: tuple[Mapping[str, Any], ...] = (
 """Savings that change no number but states and clipping, each in addition to those before it; --fast casts the output layer."""
 
 
-def fastest(shape: Shape, gpu: Gpu, passes: StepPasses) -> Fastest:
+def fastest(shape: Shape, gpu: Gpu, passes: StepPasses, optimizer: str = "adamw") -> Fastest:
     """Return the fastest settings that fit: formats that were measured on this kind of GPU, and memory options as needed.
+
+    `optimizer` is a value of optim.optimizer.
 
     >>> from dither.spec.gpus import GPUS
     >>> from dither.tools.memory import llama_of
@@ -260,6 +266,8 @@ def fastest(shape: Shape, gpu: Gpu, passes: StepPasses) -> Fastest:
         else:
             leaner = tuple(each for each in LEANER if "precision.save" not in each)
             reasons += [UNTRIED] if gpu.capability > (9, 0) else []
+    base[OPTIMIZER] = optimizer
+    leaner = tuple(each for each in leaner if _suits(each, optimizer))
     if passes.number > 1:  # gradients of several passes are accumulated
         leaner = tuple(each for each in leaner if "optim.release_gradients" not in each)
     chosen: dict[str, Any] = dict(base)
@@ -268,6 +276,7 @@ def fastest(shape: Shape, gpu: Gpu, passes: StepPasses) -> Fastest:
         found = estimate(shape, _setting(chosen), replace(passes, checkpointing=chosen.get("parallel.checkpointing", "none")))
         if fits := found.peak <= gpu.usable:
             break
+    del chosen[OPTIMIZER]
     return Fastest(chosen, found, fits, tuple(reasons))
 
 
@@ -302,7 +311,7 @@ def fastest_config(config: Config, stored: Config | None = None) -> tuple[Config
     gpu = next(iter(gpus_here() if config.run.device != "cpu" else ()), cpu_here())
     batch = data.micro_batch or data.batch
     passes = StepPasses(batch=batch, sequence=data.sequence, number=data.batch // batch)
-    found = fastest(dense(shape_of_section(model, model.vocab)), gpu, passes)
+    found = fastest(dense(shape_of_section(model, model.vocab)), gpu, passes, config.optim.optimizer)
     taken = {path: value for path, value in found.settings.items() if path in open_fields}
     memory = f"{found.estimate.peak / GIB:.1f} of {gpu.usable / GIB:.1f} GiB{'' if found.fits else ': too much'}"
     lines = [
@@ -330,7 +339,15 @@ def _setting(chosen: Mapping[str, Any]) -> Setting:
         states_on=chosen.get("optim.states_on", "device"),
         weights=chosen.get("precision.weights"),
         chunked_logits=chosen.get("precision.logits") == "chunked",
+        optimizer=chosen.get(OPTIMIZER, "adamw"),
     )
+
+
+def _suits(settings: Mapping[str, Any], optimizer: str) -> bool:
+    """Return whether an optimizer goes with a saving: Adam-mini has moments of 16 and 32 bits, and no codes of weights."""
+    if optimizer == "adam-mini":
+        return {"precision.states", "precision.weights"}.isdisjoint(settings)
+    return optimizer != "muon" or settings.get("precision.states") != "dynamic4"  # which costs Muon 0.07 nats
 
 
 # Within a given memory ---------------------------------------------------------------------------------------------------
@@ -401,7 +418,7 @@ def within(
     """
     casts = gpu.capability is not None and gpu.capability >= (8, 9) and shape.parameters >= FP8_FASTER_FROM
     base: dict[str, Any] = {"precision.mode": "bf16-sr"} | ({"precision.recipe": "fp8-current"} if casts else {})
-    base |= {path: value for path, value in fixed.items() if path in FIT_FIELDS}
+    base |= {path: value for path, value in fixed.items() if path in (*FIT_FIELDS, OPTIMIZER)}
     tried: list[Fitted] = []
     short = 0  # bytes of states that host memory has no room for
     ordered = _by_cost(shape, gpu, batch * sequence, base)
@@ -443,8 +460,8 @@ def within(
 
 def _by_cost(shape: Shape, gpu: Gpu, tokens: int, base: Mapping[str, Any]) -> Sequence[Saving]:
     """Return `SAVINGS`, with states in host memory before checkpointing if a backward pass takes as long as their copies."""
-    states = base.get("precision.states") or "companded8"
-    hosted = _setting({**base, "precision.states": states, ON_HOST: "host"})
+    eight = {} if base.get(OPTIMIZER) == "adam-mini" else {"precision.states": "companded8"}
+    hosted = _setting({**eight, **base, ON_HOST: "host"})
     copied = estimate(shape, hosted, StepPasses(batch=1, sequence=1)).streamed
     rate = REACHED * ((gpu.fp8 if base.get("precision.recipe") else None) or gpu.bf16)
     hidden = copied / LINK * rate <= 4 * shape.parameters * tokens  # a backward pass has two products per weight and token
@@ -457,6 +474,8 @@ def _by_cost(shape: Shape, gpu: Gpu, tokens: int, base: Mapping[str, Any]) -> Se
 
 def _applies(saving: Saving, fixed: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
     """Return whether a saving can be chosen: no field of it is set to something else, and FP8 weights need casts."""
+    if not _suits(saving.settings, base.get(OPTIMIZER, "adamw")):
+        return False
     if "precision.weights" in saving.settings and base.get("precision.recipe") != "fp8-current":
         return False
     if "precision.save" in saving.settings and base.get("precision.recipe") is None:
@@ -543,6 +562,7 @@ def fitted_config(config: Config, memory: int | None, stored: Config | None = No
     gpu = here or Gpu("a GPU with FP8 units", (8, 9), memory or 0)
     gpu = replace(gpu, memory=min(gpu.memory, memory or gpu.memory))
     fixed = {path: value_at(config, path) for path in FIT_FIELDS if path not in open_fields}
+    fixed |= {OPTIMIZER: config.optim.optimizer}
     if config.precision.output is not None:
         fixed |= {"precision.logits": "whole", "precision.weights": None}
     if config.optim.error_feedback:
