@@ -153,6 +153,7 @@ def test_steps_that_are_skipped() -> None:
 # Checkpoints ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(cover=1)
 @pytest.mark.parametrize(("first", "then"), [("host", "device"), ("device", "host"), ("host", "host")])
 @pytest.mark.parametrize("kind", ["bf16", "companded8", "dynamic4", "split masters", "Muon"])
 def test_a_checkpoint_opens_with_either(kind: str, first: str, then: str) -> None:
@@ -215,6 +216,7 @@ def added(model: TokenNet, optimizer: AdamW) -> None:
     model.more.grad = torch.ones_like(model.more)
 
 
+@pytest.mark.sampled(cover=1)
 @pytest.mark.parametrize("edit", [cleared, replaced, written, reformatted, reset, loaded, of_torch, added])
 @pytest.mark.parametrize("kind", ["dynamic8", "24-bit masters"])
 def test_edits_between_steps(kind: str, edit: Callable[[TokenNet, AdamW], None]) -> None:

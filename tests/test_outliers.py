@@ -365,6 +365,7 @@ TINY = (*NARROW, *("model.feed_forward=48", "outliers.start=0.1", "outliers.step
 OSCILLATION = ("oscillation.start=0.5", "oscillation.period=4", "oscillation.window=3")
 
 
+@pytest.mark.sampled(only=["settings1"])
 @pytest.mark.parametrize("settings", [("precision.mode=fp32",), ("precision.mode=bf16-sr", "precision.states=companded8")])
 def test_a_run_resumes_bit_for_bit(text, tmp_path, settings):
     """Also within a window of `OscillationReset`."""
