@@ -412,7 +412,7 @@ def _measured(outcome: Outcome) -> dict[str, Any]:
     machine |= {"commit": os.environ.get("DITHER_COMMIT") or facts.get("git"), "corpus": facts.get("corpus_sha256")}
     per_step = trained[-1]["tokens"] // trained[-1]["step"] if trained else 0
     done = outcome.how == "done" and outcome.loss is not None and math.isfinite(outcome.loss)
-    layers = next((line["layers"] for line in reversed(lines) if line["kind"] == "bitwidths"), {})
+    layers: dict[str, Any] = next((line["layers"] for line in reversed(lines) if line["kind"] == "bitwidths"), {})
     held_out = [(line["step"] * per_step, line["loss"]) for line in lines if line["kind"] == "eval"]
     speeds = [line["tokens_per_s"] for line in trained[len(trained) // 2 :] if line["tokens_per_s"]]
     return {
