@@ -263,7 +263,7 @@ def test_spared_blocks_are_the_last_ones_and_stay_in_the_plan():
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
 # The others combine the casts, transforms and scales of these.
-@pytest.mark.sampled(only=["quartet2", "nvfp4", "mxfp4-rht"])
+@pytest.mark.sampled(only=["quartet", "quartet2", "nvfp4", "mxfp4-rht", "fp4-forward"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_short_training_learns_and_compiles_to_the_same_bits(name):
     losses = {}

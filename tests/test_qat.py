@@ -388,7 +388,7 @@ def test_the_gradient_of_a_learned_clip_is_that_of_lsq(format):
     assert 0.5 < inside.double().mean() < 0.999
 
 
-@pytest.mark.sampled(only=["nvfp4"])
+@pytest.mark.sampled(only=["nvfp4", "gguf-q4_0"])
 @pytest.mark.parametrize("format", ["int4-g32", "int8", "mxfp4", "nvfp4", "gguf-q4_0"])
 def test_the_export_has_the_codes_of_learned_clips(format, base, tmp_path):
     """Also after a resumed run, in BF16 weights rounded stochastically, and of the model itself."""

@@ -443,9 +443,10 @@ def last_update(optimizer: torch.optim.Optimizer, parameter: Tensor, group: Mapp
     if isinstance(optimizer, AdamW):
         moments, stored = optimizer.moments(parameter), optimizer.member(parameter).update
         m, v = moments.m, moments.v
-        whole = stored.master or coded is not None
-        w = optimizer.wide_weight(parameter) if whole else local(parameter.detach())
-        rounding = stored.weights if coded is not None or w.dtype != torch.float32 else rounding
+        wide = stored.master or coded is not None
+        w = optimizer.wide_weight(parameter) if wide else local(parameter.detach())
+        if coded is not None or w.dtype != torch.float32:
+            rounding = stored.weights
     else:
         w = local(parameter.detach())
         m, v = (local(state[key]).float() for key in ("exp_avg", "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"))

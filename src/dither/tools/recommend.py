@@ -266,17 +266,16 @@ def fastest(shape: Shape, gpu: Gpu, passes: StepPasses, optimizer: str = "adamw"
         else:
             leaner = tuple(each for each in LEANER if "precision.save" not in each)
             reasons += [UNTRIED] if gpu.capability > (9, 0) else []
-    base[OPTIMIZER] = optimizer
     leaner = tuple(each for each in leaner if _suits(each, optimizer))
     if passes.number > 1:  # gradients of several passes are accumulated
         leaner = tuple(each for each in leaner if "optim.release_gradients" not in each)
     chosen: dict[str, Any] = dict(base)
     for more in leaner:
         chosen |= more
-        found = estimate(shape, _setting(chosen), replace(passes, checkpointing=chosen.get("parallel.checkpointing", "none")))
+        setting, again = _setting({**chosen, OPTIMIZER: optimizer}), chosen.get("parallel.checkpointing", "none")
+        found = estimate(shape, setting, replace(passes, checkpointing=again))
         if fits := found.peak <= gpu.usable:
             break
-    del chosen[OPTIMIZER]
     return Fastest(chosen, found, fits, tuple(reasons))
 
 
