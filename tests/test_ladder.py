@@ -13,6 +13,7 @@ import pytest
 
 from dither import cli
 from dither.errors import UserError
+from dither.models import find_model
 from dither.report.ladder import LadderReport, Law, Result, charts, fit_law, read_result, write_ladder
 from dither.tools import ladder as ladders
 
@@ -242,6 +243,9 @@ def test_arms_of_a_seed_share_weights_text_and_steps(tmp_path):
         assert first.optim.lr == 1e-3
     assert {run.config.data.seed for run in runs.values()} == {0, 1}
     assert runs[names[2]].tokens == pytest.approx(0.001 * runs[names[2]].parameters, abs=64)
+    path.write_text(FILE.replace('"lr=1e-3"', '"lr=1e-3", "model.layers=8"'))
+    deep = ladders.plan(ladders.load(path), tmp_path / "results")
+    assert deep[names[0]].parameters > 2 * runs[names[0]].parameters
 
 
 @pytest.mark.parametrize(
@@ -301,7 +305,7 @@ def test_runs_are_trained_once_and_failures_do_not_stop_the_others(tmp_path, cap
     path, out = tmp_path / "ladder.toml", tmp_path / "results"
     arms = '["o1", "o1@lr=1e30,max_norm=0,warmup=0", "o1@states=bf16"]'
     text = FILE.replace('["o1", "bf16-sr"]', arms).replace("0.0005, ", "").replace("seeds = 2", "seeds = 1")
-    path.write_text(text.replace("[ladder]", '[ladder]\ncasts = ["int8:row", "e2m1"]'))
+    path.write_text(text.replace("[ladder]", '[ladder]\ncasts = ["int8:row", "e2m1"]\nkeep = true'))
     out.mkdir()
     (out / "tiny-0.001-o1@precision.states=bf16-seed-0.json").write_text("{")
     (out / "work" / "tiny-0.001-o1-seed-0").mkdir(parents=True)  # a run that was cut off
@@ -324,6 +328,8 @@ def test_runs_are_trained_once_and_failures_do_not_stop_the_others(tmp_path, cap
     assert "it is not JSON" in report.markdown()
     assert report.missing == 1
     assert not (out / "work").exists()
+    assert [folder.name for folder in (out / "runs").iterdir()] == ["tiny-0.001-o1-seed-0"]
+    assert find_model(out / "runs" / "tiny-0.001-o1-seed-0").step == 4
     capsys.readouterr()
     assert cli.main(["ladder", str(path), "--table", "--baseline", "o1@states=bf16"]) == 0
     assert "minus o1@states=bf16" in capsys.readouterr().out

@@ -39,8 +39,8 @@ from dither.train.guard import Signals
 from dither.train.loop import Outcome, train
 from dither.train.ranks import joined
 
-LOGS, WORK, TOKENS = "logs", "work", "tokens"
-"""Folders beside the results: output of the runs, runs in progress, and tokens."""
+LOGS, WORK, TOKENS, KEPT = "logs", "work", "tokens", "runs"
+"""Folders beside the results: output of the runs, runs in progress, tokens, and finished runs that are kept."""
 
 POINTS = 50
 """Number of points of a training curve."""
@@ -88,6 +88,8 @@ class Ladder:
     """Casts of the trained weights as `dither eval --cast` takes them, such as mxfp4: each run is evaluated after each."""
     out: str = "results"
     """Folder of the results, beside the file."""
+    keep: bool = False
+    """Keep the folder of each finished run, with its last checkpoint, in the folder `runs` of the results."""
     speeds: dict[str, float] = field(default_factory=dict)
     """Tokens per second of arms over those of the baseline, such as those of a larger model by `dither bench train`; without
     them, those of the runs count."""
@@ -151,6 +153,7 @@ class Run:
     """The text as the ladder's file names it; that of the config may be the tokens made of it."""
     config: Config
     casts: tuple[str, ...] = ()
+    keep: bool = False
     kind: str = "train"
 
     @property
@@ -174,7 +177,9 @@ class Run:
     def result(self, **values: Any) -> Result:
         """Return the result of this run."""
         given = {
-            each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("config", "sources", "casts")
+            each.name: getattr(self, each.name)
+            for each in fields(self)
+            if each.name not in ("config", "sources", "casts", "keep")
         }
         return Result(**given, tokens=self.tokens, config=self.settings, **values)
 
@@ -194,7 +199,7 @@ def plan(ladder: Ladder, out: Path) -> dict[str, Run]:
         if taken := [path for path, _ in named if path in SHARED]:
             raise UserError(f"A rung cannot set {taken[0]}: {SHARED[taken[0]]}.")
         sized = configs.override(shared, [f"{path}={value}" for path, value in (*named, ("model.preset", rung.model))])
-        parameters = parameter_count(preset(rung.model, vocab_size=vocab))
+        parameters = parameter_count(sized.model.sizes(vocab))
         chosen = [arm for arm in arms if not rung.arms or arm.text in rung.arms]
         cases = itertools.product(range(rung.seeds or ladder.seeds), sorted(rung.tokens_per_parameter), chosen)
         for number, ratio, arm in cases:
@@ -217,7 +222,7 @@ def _run(ladder: Ladder, arm: Arm, sized: Config, parameters: int, ratio: float,
     model = str(config.model.preset)
     placed = out / WORK / f"{model}-{ratio:.4g}-{arm.folder(config)}-seed-{seed}"
     config = replace(config, run=replace(config.run, out=str(placed)))
-    return Run(arm.text, model, float(ratio), seed, parameters, ladder.config.data.sources, config, ladder.casts)
+    return Run(arm.text, model, float(ratio), seed, parameters, ladder.config.data.sources, config, ladder.casts, ladder.keep)
 
 
 def speed_runs(runs: dict[str, Run]) -> dict[str, Run]:
@@ -230,7 +235,7 @@ def speed_runs(runs: dict[str, Run]) -> dict[str, Run]:
         snip = run.config.snip
         if snip.target is not None:  # steps with SNIP's plan count
             snip = replace(snip, start=1, delay=1, horizon=4 if snip.probe == "sampling" else snip.horizon)
-        found[path.name] = replace(run, config=replace(run.config, run=short, snip=snip), casts=(), kind="speed")
+        found[path.name] = replace(run, config=replace(run.config, run=short, snip=snip), casts=(), keep=False, kind="speed")
     return found
 
 
@@ -391,6 +396,11 @@ def _work(run: Run, name: str, out: str, jobs: int) -> None:
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
         values = {"status": "failed", "why": kind + str(error).partition("\n")[0], "machine": {}}
     _write(Path(out) / f"{name}.json", run.result(**values, seconds=round(time.monotonic() - began, 1), jobs=jobs))
+    if run.keep and values["status"] == "done":
+        kept = Path(out) / KEPT / name
+        shutil.rmtree(kept, ignore_errors=True)
+        kept.parent.mkdir(exist_ok=True)
+        folder.rename(kept)
     shutil.rmtree(folder, ignore_errors=True)
 
 
