@@ -107,7 +107,7 @@ GPT2 = GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=256)
 B, S = 3, 32
 
 
-def kept_by_autograd(config, mode: str, what: str | None, memory: MemoryOptions) -> int:
+def kept_by_autograd(config, mode: str, what: str | None, memory: MemoryOptions, compiled: bool = False) -> int:
     """Bytes that autograd keeps of one more block, besides parameters and what layers hold."""
     totals = []
     for layers in (1, 2):
@@ -115,6 +115,8 @@ def kept_by_autograd(config, mode: str, what: str | None, memory: MemoryOptions)
         model = model.bfloat16() if mode == "bf16-sr" else model
         if what is not None:
             dither.convert(model, what, memory=memory)
+        for block in model.blocks if compiled else ():
+            block.compile(fullgraph=True)
         found: dict[int, torch.UntypedStorage] = {}
 
         def pack(x, found=found):
@@ -163,6 +165,18 @@ def test_uncompiled_activations_are_what_autograd_keeps(config, mode, what, memo
     if what is None:  # copies of weights are kept by autograd too; codes are held by layers
         ours = [total + found.moments["loss"]["weight_codes"] for total, found in zip(ours, made, strict=True)]
     assert ours[1] - ours[0] == pytest.approx(kept_by_autograd(config, mode, what, memory), rel=1e-9 if what is None else 0.02)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
+def test_compiled_blocks_keep_no_inputs_that_they_can_compute_again():
+    """Nor anything else of the size of the residual stream: a graph saves constants too."""
+    memory = MemoryOptions("input", hold="none")
+    how, passes = replace(setting("o1", "fp8-current"), memory=memory), StepPasses(batch=B, sequence=S)
+    shapes = [shape_of(replace(LLAMA, num_hidden_layers=number)) for number in (1, 2)]
+    one, two = (
+        sum(estimate(shape, how, passes).moments["loss"][part] for part in ("activations", "input_codes")) for shape in shapes
+    )
+    assert kept_by_autograd(LLAMA, "o1", "fp8-current", memory, compiled=True) == pytest.approx(two - one, rel=0.02)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -68,7 +68,8 @@ def _written_codes(x: Tensor, multiply: Tensor, cast: str) -> Tensor:
     dtype, limit = FUSIBLE[cast.split()[0]]
     wide = rounded_to_bfloat16(x) if x.dtype == torch.bfloat16 else x
     scaled = wide * multiply
-    clipped = torch.where(scaled.abs() > limit, torch.copysign(torch.full_like(scaled, limit), scaled), scaled)
+    end = scaled.new_full((), limit)  # one number: a compiled graph that has two casts would save a whole matrix of it
+    clipped = torch.where(scaled.abs() > limit, torch.copysign(end, scaled), scaled)
     nan = (wide - wide).abs()  # with a positive sign; a constant would not equal itself where a graph looks for casts it has
     if dtype == torch.float8_e4m3fn:
         return torch.where(wide.abs() < torch.inf, clipped, nan).to(dtype)
