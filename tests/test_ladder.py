@@ -113,6 +113,14 @@ def test_training_losses_of_the_last_tenth_are_paired():
     assert (rows["o1"].training, rows["rn"].training) == (None, None)
 
 
+def test_runs_from_other_initial_weights_are_not_paired():
+    runs = [result(seed=seed, loss=4.0, casts={"e2m1": 4.5}, machine={"weights": "a"}) for seed in range(3)]
+    runs += [result("sr", seed=seed, loss=4.1, casts={"e2m1": 4.6}, machine={"weights": "aab"[seed]}) for seed in range(3)]
+    found = LadderReport("o1", ("o1", "sr"), tuple(runs))
+    assert [row.difference.count for row in found.rows if row.difference] == [2]
+    assert found.cast_rows[1][-1] == "**+0.1000 ± 0.0000**"
+
+
 def test_losses_after_casts_are_compared_with_the_same_run_and_with_the_baseline():
     runs = [result(seed=seed, loss=4.0 + seed, casts={"mxfp4": 4.5 + seed}) for seed in range(3)]
     runs += [result("sr", seed=seed, loss=4.1 + seed, casts={"mxfp4": 4.3 + seed}) for seed in range(3)]
@@ -329,7 +337,13 @@ def test_runs_are_trained_once_and_failures_do_not_stop_the_others(tmp_path, cap
     assert report.missing == 1
     assert not (out / "work").exists()
     assert [folder.name for folder in (out / "runs").iterdir()] == ["tiny-0.001-o1-seed-0"]
-    assert find_model(out / "runs" / "tiny-0.001-o1-seed-0").step == 4
+    kept = find_model(out / "runs" / "tiny-0.001-o1-seed-0")
+    assert kept.step == 4
+    (folder := tmp_path / "onward").mkdir()
+    text = FILE.replace("0.0005, ", "").replace("seeds = 2", "seeds = 1").replace('"o1", "bf16-sr"', '"o1"')
+    (folder / "ladder.toml").write_text(f"{text}\n[model]\nweights = '{kept.path}'\n")
+    assert cli.main(["ladder", str(folder / "ladder.toml")]) == 0
+    assert read_result(folder / "results" / first.name).machine["weights"] == kept.sha256()
     capsys.readouterr()
     assert cli.main(["ladder", str(path), "--table", "--baseline", "o1@states=bf16"]) == 0
     assert "minus o1@states=bf16" in capsys.readouterr().out

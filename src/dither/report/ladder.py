@@ -71,7 +71,7 @@ class Result:
     memory: int | None = None
     """Peak memory of the device, in bytes."""
     machine: dict[str, Any]
-    """Device, versions of torch, python and dither, the commit, and the SHA-256 of the tokens."""
+    """Device, versions of torch, python and dither, the commit, and the SHA-256 of the tokens and of given initial weights."""
     config: dict[str, Any]
     """The settings of the run that do not have their default values."""
 
@@ -79,6 +79,11 @@ class Result:
     def final(self) -> bool:
         """True if the run need not be repeated."""
         return self.status != "failed"
+
+    @property
+    def start(self) -> tuple[int, str]:
+        """What runs must share to be compared: the seed, and the initial weights if a file gives them."""
+        return self.seed, self.machine.get("weights", "")
 
     @property
     def training(self) -> float | None:
@@ -296,11 +301,11 @@ class LadderReport:
         found: list[tuple[str, ...]] = []
         for rung, arm in itertools.product(self.rungs, self.arms):
             runs = [run for run in self.runs(arm, rung) if run.loss is not None]
-            base = {run.seed: run.casts for run in self.runs(self.baseline, rung)}
+            base = {run.start: run.casts for run in self.runs(self.baseline, rung)}
             for cast in dict.fromkeys(cast for run in runs for cast in run.casts):
-                losses = {run.seed: run.casts[cast] for run in runs if cast in run.casts}
-                own = [losses[run.seed] - run.loss for run in runs if run.seed in losses and run.loss is not None]
-                pairs = [loss - base[seed][cast] for seed, loss in losses.items() if cast in base.get(seed, {})]
+                losses = {run.start: run.casts[cast] for run in runs if cast in run.casts}
+                own = [losses[run.start] - run.loss for run in runs if run.start in losses and run.loss is not None]
+                pairs = [loss - base[start][cast] for start, loss in losses.items() if cast in base.get(start, {})]
                 loss, change = estimate(list(losses.values())), estimate(own)
                 other = _interval(estimate(pairs), True) if arm != self.baseline else ""
                 place = (rung[1], count(rung[2]), f"`{arm}`", cast, str(len(losses)))
@@ -421,11 +426,11 @@ def count(number: float) -> str:
 
 
 def _paired(runs: Sequence[Result], base: Sequence[Result], name: str) -> Estimate | None:
-    """Return the difference of a number of runs from those of the baseline, by seed; None for the baseline itself."""
+    """Return the difference of a number from that of the baseline with the same start; None for the baseline itself."""
     if runs == base:
         return None
-    one, two = ({run.seed: value for run in some if (value := getattr(run, name)) is not None} for some in (runs, base))
-    return estimate([one[seed] - two[seed] for seed in sorted(one.keys() & two.keys())])
+    one, two = ({run.start: value for run in some if (value := getattr(run, name)) is not None} for some in (runs, base))
+    return estimate([one[start] - two[start] for start in sorted(one.keys() & two.keys())])
 
 
 def _cells(row: RungRow) -> tuple[str, ...]:
@@ -545,12 +550,12 @@ def _after_casts(report: LadderReport, arm: str, rung: tuple[int, str, int], cas
 
 def _difference(report: LadderReport, arm: str, rung: tuple[int, str, int], colour: int) -> list[Line]:
     """Return the differences from the baseline during the runs of an arm, with their 95 % confidence intervals."""
-    base = {run.seed: dict(run.held_out) for run in report.runs(report.baseline, rung)}
+    base = {run.start: dict(run.held_out) for run in report.runs(report.baseline, rung)}
     pairs: dict[int, list[float]] = {}
     for run in report.runs(arm, rung):
         for tokens, loss in run.held_out:
-            if tokens in base.get(run.seed, {}):
-                pairs.setdefault(tokens, []).append(loss - base[run.seed][tokens])
+            if tokens in base.get(run.start, {}):
+                pairs.setdefault(tokens, []).append(loss - base[run.start][tokens])
     most = max(map(len, pairs.values()), default=0)
     means = {tokens: mean for tokens, values in sorted(pairs.items()) if len(values) == most and (mean := estimate(values))}
     banded = most > 1 and arm != report.baseline

@@ -34,7 +34,7 @@ from dither.settings import Count, OneOf, check, from_table, parse
 from dither.tools.arms import SHARED, Arm, find_field
 from dither.tools.trials import POLL, begin_process, last_line
 from dither.train import config as configs
-from dither.train.config import Config
+from dither.train.config import ORIGIN, Config
 from dither.train.guard import Signals
 from dither.train.loop import Outcome, train
 from dither.train.ranks import joined
@@ -420,6 +420,8 @@ def _measured(outcome: Outcome) -> dict[str, Any]:
     facts = files.read_json(outcome.folder / "environment.json")[0]
     machine = {name: facts.get(name) for name in ("device", "torch", "python", "dither")}
     machine |= {"commit": os.environ.get("DITHER_COMMIT") or facts.get("git"), "corpus": facts.get("corpus_sha256")}
+    if (origin := outcome.folder / ORIGIN).exists():
+        machine["weights"] = files.read_json(origin)[0]["sha256"]
     per_step = trained[-1]["tokens"] // trained[-1]["step"] if trained else 0
     done = outcome.how == "done" and outcome.loss is not None and math.isfinite(outcome.loss)
     layers: dict[str, Any] = next((line["layers"] for line in reversed(lines) if line["kind"] == "bitwidths"), {})
