@@ -122,15 +122,18 @@ def test_runs_from_other_initial_weights_are_not_paired():
 
 
 def test_losses_after_casts_are_compared_with_the_same_run_and_with_the_baseline():
-    runs = [result(seed=seed, loss=4.0 + seed, casts={"mxfp4": 4.5 + seed}) for seed in range(3)]
+    casts = {"mxfp4": 4.5, "nvfp4": 4.6, "int8:row": 4.0}
+    runs = [result(seed=seed, loss=4.0 + seed, casts={cast: loss + seed for cast, loss in casts.items()}) for seed in range(3)]
     runs += [result("sr", seed=seed, loss=4.1 + seed, casts={"mxfp4": 4.3 + seed}) for seed in range(3)]
-    base, other = LadderReport("o1", ("o1", "sr"), tuple(runs)).cast_rows
+    base, _, _, other = LadderReport("o1", ("o1", "sr"), tuple(runs)).cast_rows
     assert base[2:5] == ("`o1`", "mxfp4", "3")
     assert base[6:] == ("**+0.5000 ± 0.0000**", "")
     assert other[6:] == ("**+0.2000 ± 0.0000**", "**-0.2000 ± 0.0000**")
-    chart = charts(LadderReport("o1", ("o1", "sr"), tuple(runs)))["casts-m3e+06"]
-    assert chart.ticks == ((0, "uncast"), (1, "\nmxfp4"))
-    assert [line.y for line in chart.lines] == [(5.0, 5.5), (5.1, 5.3)]
+    chart = charts(LadderReport("o1", ("o1", "sr"), tuple(runs)))["bits-m3e+06"]
+    assert chart.ticks == ((0, "4.25"), (1, "\n4.5"), (2, "8.03"), (3, "\n16"))
+    places, y = zip(*((line.x[chart.axes[0]], line.y) for line in chart.lines), strict=True)
+    assert places == ((0, 2, 3), (0, 3))  # nvfp4 brings nothing here
+    assert y == ((5.5, 5.0, 5.0), (5.3, 5.1))
     assert all(low < mean < high for line in chart.lines for low, mean, high in zip(line.low, line.y, line.high, strict=True))
 
 

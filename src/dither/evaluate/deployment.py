@@ -89,6 +89,15 @@ def parse_cast(text: str) -> Cast:
     return weight_cast(words[0]) if alone else Cast.parse(" ".join(words))
 
 
+def stored_bits(cast: str) -> float:
+    """Return the bits per weight, scales included, of a matrix of 1024 x 1024 after a cast of the command line.
+
+    >>> stored_bits("mxfp4"), stored_bits("int8:row")
+    (4.25, 8.03125)
+    """
+    return quantize(torch.zeros(1024, 1024), parse_cast(cast)).bits
+
+
 def _quantile(b_t: Tensor, counts: Tensor, quantile: float) -> float:
     """Return the smallest b_t that a fraction `quantile` of the weights do not exceed."""
     order = b_t.argsort()

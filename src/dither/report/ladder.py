@@ -16,12 +16,16 @@ from typing import Any, Literal
 
 from dither import files
 from dither.errors import UserError
+from dither.evaluate.deployment import stored_bits
 from dither.evaluate.estimates import Estimate, estimate
 from dither.report.charts import Line, LineChart
 from dither.settings import from_object
 
 FORMAT, VERSION = "dither-ladder-run", 1
 """The format of a result's file; files of another version are refused."""
+
+BITS = "bits per weight, with scales"
+"""The x axis of losses after casts."""
 
 EXPONENTS = (0.03, 3.0)
 """Smallest and largest exponent of a fitted law."""
@@ -504,12 +508,14 @@ def charts(report: LadderReport) -> dict[str, LineChart]:
         drawn = [line for colour, arm in enumerate(report.arms) for line in _curve(report, arm, rung, colour)]
         chart = LineChart(f"{rung[1]}, {count(rung[2])} tokens: training loss", "nats per token", ("tokens",), tuple(drawn))
         found |= {f"curves-{rung[1]}": chart} if drawn else {}
-        casts = tuple(dict.fromkeys(cast for run in report.runs(report.baseline, rung) for cast in run.casts))
-        drawn = [line for colour, arm in enumerate(report.arms) for line in _after_casts(report, arm, rung, casts, colour)]
-        title = f"{rung[1]}, {count(rung[2])} tokens: held-out loss after casts of the weights"
-        ticks = tuple((at, "\n" * (at % 3) + name) for at, name in enumerate(("uncast", *casts)))  # so that none overlap
-        chart = LineChart(title, "nats per token", ("cast",), tuple(drawn), ticks=ticks)
-        found |= {f"casts-{rung[1]}": chart} if drawn else {}
+        casts = {cast for arm in report.arms for run in report.runs(arm, rung) for cast in run.casts}
+        bits = {cast: round(stored_bits(cast), 2) for cast in sorted(casts)}
+        steps = [*sorted(set(bits.values())), 16.0]  # evenly spaced, since most are near 4
+        drawn = [line for colour, arm in enumerate(report.arms) for line in _over_bits(report, arm, rung, bits, steps, colour)]
+        title = f"{rung[1]}, {count(rung[2])} tokens: lowest loss after a cast to at most so many bits"
+        ticks = tuple((at, "\n" * (at % 2) + f"{step:g}") for at, step in enumerate(steps))  # so that none overlap
+        chart = LineChart(title, "nats per token", (BITS,), tuple(drawn), ticks=ticks)
+        found |= {f"bits-{rung[1]}": chart} if drawn else {}
     drawn = [line for colour, arm in enumerate(report.arms) for line in _worth(report, arm, colour)]
     chart = LineChart(f"Speed at equal quality, over {report.baseline}", "", ("parameters",), tuple(drawn), log_x=True)
     return found | ({"equal-quality": chart} if drawn else {})
@@ -537,15 +543,22 @@ def _curve(report: LadderReport, arm: str, rung: tuple[int, str, int], colour: i
     return [Line(arm, {"tokens": tuple(map(float, sorted(losses)))}, means, colour)] if means else []
 
 
-def _after_casts(report: LadderReport, arm: str, rung: tuple[int, str, int], casts: Sequence[str], colour: int) -> list[Line]:
-    """Return an arm's losses uncast and after each cast, with 95 % confidence intervals, over the seeds that have all."""
-    runs = [run for run in report.runs(arm, rung) if run.loss is not None and set(casts) <= run.casts.keys()]
-    if not runs or not casts:
+def _over_bits(
+    report: LadderReport, arm: str, rung: tuple[int, str, int], bits: Mapping[str, float], steps: Sequence[float], colour: int
+) -> list[Line]:
+    """Return an arm's lowest loss with at most so many bits per weight, with 95 % confidence intervals; the last are uncast."""
+    runs = [run for run in report.runs(arm, rung) if run.loss is not None and run.casts]
+    losses = [(step, [run.casts[cast] for run in runs if cast in run.casts]) for cast, step in bits.items()]
+    losses += [(steps[-1], [run.loss for run in runs if run.loss is not None])]
+    lowest: dict[float, Estimate] = {}
+    for step, values in sorted(losses):
+        if (mean := estimate(values)) and mean.mean <= min((each.mean for each in lowest.values()), default=math.inf):
+            lowest[float(steps.index(step))] = mean
+    if not lowest:
         return []
-    means = [estimate([run.loss for run in runs]), *(estimate([run.casts[cast] for run in runs]) for cast in casts)]
-    y, half = zip(*((mean.mean, mean.interval or 0.0) for mean in means if mean is not None), strict=True)
+    y, half = zip(*((mean.mean, mean.interval or 0.0) for mean in lowest.values()), strict=True)
     low, high = (tuple(mean + sign * each for mean, each in zip(y, half, strict=True)) for sign in (-1, 1))
-    return [Line(arm, {"cast": tuple(map(float, range(len(y))))}, y, colour, "plain", low, high, marked=True)]
+    return [Line(arm, {BITS: tuple(lowest)}, y, colour, "plain", low, high, marked=True)]
 
 
 def _difference(report: LadderReport, arm: str, rung: tuple[int, str, int], colour: int) -> list[Line]:
