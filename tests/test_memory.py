@@ -115,7 +115,7 @@ def kept_by_autograd(config, mode: str, what: str | None, memory: MemoryOptions,
         model = model.bfloat16() if mode == "bf16-sr" else model
         if what is not None:
             dither.convert(model, what, memory=memory)
-        for block in model.blocks if compiled else ():
+        for block in model.blocks[1:] if compiled else ():  # the one more
             block.compile(fullgraph=True)
         found: dict[int, torch.UntypedStorage] = {}
 
