@@ -3,6 +3,7 @@
 The sentence under each field is its documentation and its help on the command line.
 """
 
+import functools
 import math
 import os
 import re
@@ -1001,10 +1002,11 @@ def loads(text: str, name: str = "", plan: Callable[[], Plan | None] | None = No
         raise UserError(f"In the config {name!r}: {error}" if name else str(error)) from None
 
 
-def describe() -> list[Field]:
+@functools.cache
+def describe() -> tuple[Field, ...]:
     """Return the path, type, default and sentence of every field of a config.
 
     >>> next(each for each in describe() if each.path == "data.sequence")
     Field(path='data.sequence', type='int', default=128, sentence='Tokens per sequence.')
     """
-    return fields_of(Config)
+    return tuple(fields_of(Config))
