@@ -233,8 +233,9 @@ def test_a_result_survives_its_file(tmp_path):
     assert read_result(path) == made
     path.write_text(json.dumps({**made.to_dict(), "curve": [1]}))
     assert "result.curve is a list of pairs of numbers" in read_result(path)
-    path.write_text(json.dumps({**made.to_dict(), "casts": {"mxfp4": "4.5"}}))
-    assert "damaged" in read_result(path)
+    for casts in ({"mxfp4": "4.5"}, {"mxfp5": 4.5}):
+        path.write_text(json.dumps({**made.to_dict(), "casts": casts}))
+        assert "damaged" in read_result(path)
 
 
 # The file -----------------------------------------------------------------------------------------------------------------
@@ -264,6 +265,7 @@ def test_arms_of_a_seed_share_weights_text_and_steps(tmp_path):
     [
         ("seeds = 2", "seed = 2", "[ladder] has no key 'seed' (did you mean 'seeds'?)"),
         ("seeds = 2", 'casts = ["mxfp5"]', "mxfp5"),
+        ("seeds = 2", 'casts = ["learned"]', "There is no number format 'learned'"),
         ("seeds = 2", "seeds = 0", "ladder.seeds is an integer of at least 1"),
         ("seeds = 2", 'baseline = "o2"', "There is no ladder.arms='o2'"),
         ("seeds = 2", "speeds = {o2 = 1.5}", "There is no ladder.arms='o2'"),

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from dither import files
 from dither.errors import UserError
-from dither.evaluate.deployment import stored_bits
+from dither.evaluate.deployment import parse_cast, stored_bits
 from dither.evaluate.estimates import Estimate, estimate
 from dither.report.charts import Line, LineChart
 from dither.settings import from_object
@@ -78,6 +78,10 @@ class Result:
     """Device, versions of torch, python and dither, the commit, and the SHA-256 of the tokens and of given initial weights."""
     config: dict[str, Any]
     """The settings of the run that do not have their default values."""
+
+    def __post_init__(self) -> None:
+        for cast in self.casts:
+            parse_cast(cast)
 
     @property
     def final(self) -> bool:

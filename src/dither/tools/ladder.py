@@ -26,6 +26,7 @@ from dither import files
 from dither.data import BYTES, is_prepared, load_tokenizer, open_tokens
 from dither.data.text import STDLIB
 from dither.errors import UserError
+from dither.evaluate.deployment import parse_cast
 from dither.evaluate.variants import Variants, evaluate
 from dither.models import PRESETS, parameter_count, preset
 from dither.models.sizes import Model
@@ -85,7 +86,8 @@ class Ladder:
     evaluations: Count = 8
     """Evaluations per run, the last one after its last step."""
     casts: tuple[str, ...] = ()
-    """Casts of the trained weights as `dither eval --cast` takes them, such as mxfp4: each run is evaluated after each."""
+    """Casts of the trained weights as `dither eval --cast` takes them, such as mxfp4: each run is evaluated after each. By
+    learned bitwidths, whose bits differ by run, `dither eval` casts the runs that `keep` kept."""
     out: str = "results"
     """Folder of the results, beside the file."""
     keep: bool = False
@@ -106,7 +108,8 @@ class Ladder:
             OneOf(self.arms).check("ladder.arms", name)
         if any(not 0 < speed < math.inf for speed in self.speeds.values()):
             raise UserError("ladder.speeds are positive numbers: tokens per second of an arm over those of the baseline.")
-        Variants(casts=self.casts)
+        for cast in self.casts:
+            parse_cast(cast)
 
     @property
     def base(self) -> str:
