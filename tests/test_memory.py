@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._inductor.compile_fx import compile_fx
 
 import dither
 from dither.errors import UserError
@@ -107,6 +109,11 @@ GPT2 = GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=256)
 B, S = 3, 32
 
 
+def partitioned(graph, inputs):
+    """What Inductor saves for backward, without its code."""
+    return compile_fx(graph, inputs, inner_compile=lambda part, *_, **__: make_boxed_func(part.forward))
+
+
 def kept_by_autograd(config, mode: str, what: str | None, memory: MemoryOptions, compiled: bool = False) -> int:
     """Bytes that autograd keeps of one more block, besides parameters and what layers hold."""
     totals = []
@@ -116,7 +123,7 @@ def kept_by_autograd(config, mode: str, what: str | None, memory: MemoryOptions,
         if what is not None:
             dither.convert(model, what, memory=memory)
         for block in model.blocks[1:] if compiled else ():  # the one more
-            block.compile(fullgraph=True)
+            block.compile(fullgraph=True, backend=partitioned)
         found: dict[int, torch.UntypedStorage] = {}
 
         def pack(x, found=found):
