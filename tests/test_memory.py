@@ -110,7 +110,7 @@ B, S = 3, 32
 
 
 def partitioned(graph, inputs):
-    """What Inductor saves for backward, without its code."""
+    """Decide as Inductor does what backward saves, and generate no code."""
     return compile_fx(graph, inputs, inner_compile=lambda part, *_, **__: make_boxed_func(part.forward))
 
 
@@ -122,7 +122,7 @@ def kept_by_autograd(config, mode: str, what: str | None, memory: MemoryOptions,
         model = model.bfloat16() if mode == "bf16-sr" else model
         if what is not None:
             dither.convert(model, what, memory=memory)
-        for block in model.blocks[1:] if compiled else ():  # the one more
+        for block in model.blocks[1:] if compiled else ():  # only the added block is counted
             block.compile(fullgraph=True, backend=partitioned)
         found: dict[int, torch.UntypedStorage] = {}
 
