@@ -113,11 +113,13 @@ def test_training_losses_of_the_last_tenth_are_paired():
     assert (rows["o1"].training, rows["rn"].training) == (None, None)
 
 
-def test_runs_from_other_initial_weights_are_not_paired():
-    runs = [result(seed=seed, loss=4.0, casts={"e2m1": 4.5}, machine={"weights": "a"}) for seed in range(3)]
-    runs += [result("sr", seed=seed, loss=4.1, casts={"e2m1": 4.6}, machine={"weights": "aab"[seed]}) for seed in range(3)]
+@pytest.mark.parametrize("shared", ["weights", "corpus"])
+def test_runs_from_other_initial_weights_or_text_are_not_paired(shared):
+    runs = [result(seed=seed, loss=4.0, casts={"e2m1": 4.5}, machine={shared: "a"}) for seed in range(3)]
+    runs += [result("sr", seed=seed, loss=4.1, casts={"e2m1": 4.6}, machine={shared: "aab"[seed]}) for seed in range(3)]
     found = LadderReport("o1", ("o1", "sr"), tuple(runs))
     assert [row.difference.count for row in found.rows if row.difference] == [2]
+    assert [row.note for row in found.rows] == ["", "its seeds were trained on different texts" * (shared == "corpus")]
     assert found.cast_rows[1][-1] == "**+0.1000 ± 0.0000**"
 
 
@@ -356,8 +358,12 @@ def test_runs_are_trained_once_and_failures_do_not_stop_the_others(tmp_path, cap
     assert "There is no ladder.arms='o2'" in capsys.readouterr().err
     assert cli.main(["ladder", str(path)]) == 0
     assert first.stat().st_mtime_ns == before
-    path.write_text(path.read_text().replace('"e2m1"', '"mxfp4"'))
+    ours = path.read_text()
+    path.write_text(ours.replace('"e2m1"', '"mxfp4"'))
     assert "no loss after the cast to mxfp4" in ladders.report(ladders.load(path), out).problems[0]
+    path.write_text(ours)
+    first.write_text(first.read_text().replace(good.machine["corpus"], "0" * 64))
+    assert "the tokens of " in ladders.report(ladders.load(path), out).problems[0]
     # Other settings: the result is not used, and not overwritten either.
     path.write_text(path.read_text().replace("lr=1e-3", "lr=2e-3"))
     assert "optim.lr was 0.001 and is 0.002" in ladders.report(ladders.load(path), out).problems[0]

@@ -89,9 +89,9 @@ class Result:
         return self.status != "failed"
 
     @property
-    def start(self) -> tuple[int, str]:
-        """What runs must share to be compared: the seed, and the initial weights if a file gives them."""
-        return self.seed, self.machine.get("weights", "")
+    def start(self) -> tuple[int, str, str]:
+        """What runs must share to be compared: the seed, the text, and the initial weights if a file gives them."""
+        return self.seed, self.machine.get("corpus") or "", self.machine.get("weights") or ""
 
     @property
     def training(self) -> float | None:
@@ -296,6 +296,8 @@ class LadderReport:
                     continue
                 losses = [run.loss for run in runs if run.loss is not None]
                 notes = [f"seed {run.seed} {run.status}: {run.why}" for run in runs if run.status != "done"]
+                if len({run.machine.get("corpus") for run in runs if run.loss is not None}) > 1:
+                    notes.append("its seeds were trained on different texts")
                 if learned := [bits for run in runs for bits in run.bitwidths.values()]:
                     notes.append(f"b_t of layers: {statistics.fmean(learned):.2f} ({min(learned):.2f} to {max(learned):.2f})")
                 difference, training = (_paired(runs, base, name) for name in ("loss", "training"))
