@@ -3,10 +3,11 @@
     python reproduce/snip/search.py draw                 # 84 plans and a ladder into runs/snip-search; needs no GPU
     dither ladder runs/snip-search/ladder.toml --jobs 14 # trains them, from runs/snip-base
     python reproduce/snip/search.py fit                  # writes reproduce/snip/searched.json
+    dither ladder reproduce/snip/searched.toml --jobs 15 # judges it, on orders of the text that no plan was fitted on
 
 Each plan has layers with a quarter of the FLOPs in FP8 and the others in FP4. `fit` explains the losses by the harm of FP4 in
 each layer, a ridge regression whose strength leaves the least error for plans left out one at a time, and lets the solver of
-SNIP choose by these harms. What it finds is to be judged on orders of the text that no plan was fitted on.
+SNIP choose by these harms.
 """
 
 import argparse
