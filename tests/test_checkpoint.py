@@ -24,6 +24,7 @@ import dither
 from dither import Sampling, UserError, files
 from dither.checkpoint import Saver, format, keep, leftovers, load, newest, pack, save, unpack, verify, write
 from dither.checkpoint.format import manifest_bytes
+from dither.checkpoint.read import SavedTensors
 from dither.checkpoint.state import plan_of
 from dither.models import Llama, LlamaConfig
 
@@ -99,6 +100,17 @@ def test_tensors_that_do_not_lie_in_a_row_and_share_memory(tmp_path):
     given = {"t": base.t(), "column": base[:, 1], "whole": base, "parameter": torch.nn.Parameter(base)}
     found, _ = load(save(tmp_path, 0, tensors=given, plain={}))
     assert all(same(found[name], tensor.detach()) for name, tensor in given.items())
+
+
+def test_states_beside_their_counts_are_read_once(tmp_path):
+    counts = {f"{number}:step": torch.tensor(number) for number in range(12)}  # they come first in the file
+    states = {f"{number}:average": torch.full((100_000,), float(number)) for number in range(12)}
+    with SavedTensors(save(tmp_path, 1, tensors=counts | states, plain={})) as saved:
+        for number in range(12):
+            assert saved.read(f"{number}:step") == number
+            assert (saved.read(f"{number}:average") == number).all()
+    (file,) = saved.path.glob("*.safetensors")
+    assert saved.bytes_read == file.stat().st_size
 
 
 def test_many_tensors_take_several_files(tmp_path, monkeypatch):

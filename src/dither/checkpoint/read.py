@@ -38,6 +38,9 @@ ROW = 1 << 20
 MOST_OPEN = 64
 """The most files that are open at a time."""
 
+KEPT = 3
+"""Chunks of each open file that stay in memory: a parameter's count of steps and its states are not neighbours."""
+
 
 class TensorSource:
     """Tensors in pieces, of which parts are read.
@@ -136,7 +139,7 @@ class CheckedFile:
         self._file = files.open_plainly(path)
         self.name, self.hashes = path.name, hashes
         self.bytes_read = 0
-        self._number, self._chunk = -1, b""
+        self._chunks: dict[int, bytes] = {}  # the last ones that were asked for
         self.tensors: dict[str, FileTensor] = {}
         try:
             # Besides the hashes: these show that nothing changed, not that the header was valid.
@@ -161,15 +164,18 @@ class CheckedFile:
 
     def chunk(self, number: int) -> bytes:
         """Return the bytes of a chunk, compared with its hash."""
-        if number != self._number:
+        if number not in self._chunks:
             data = b""
             while part := os.pread(self._file.fileno(), CHUNK - len(data), number * CHUNK + len(data)):
                 data = data + part if data else part
             self.bytes_read += len(data)
             if number >= len(self.hashes) or hashlib.sha256(data).hexdigest() != self.hashes[number]:
                 raise Refused(f"{self.name}: its SHA-256 at byte {number * CHUNK} is not the saved one: a bit changed")
-            self._number, self._chunk = number, data
-        return self._chunk
+            self._chunks[number] = data
+        self._chunks[number] = self._chunks.pop(number)
+        if len(self._chunks) > KEPT:
+            del self._chunks[next(iter(self._chunks))]
+        return self._chunks[number]
 
     def close(self) -> None:
         """Close the file."""
