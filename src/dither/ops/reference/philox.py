@@ -20,18 +20,12 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int | Tensor
     grows by the Weyl constants. A zero counter and key give 6627e8d5 e169c58d bc57ac4c 9b00dbd8.
     """
     c0, c1, c2, c3 = counter
-    k0, k1 = key & LOW32, key >> 32 & LOW32
-    for _ in range(ROUNDS):
-        # A wrapped 64-bit product still holds all 64 bits of the unsigned one.
+    for number in range(ROUNDS):
+        k0, k1 = (key + number * WEYL[0]) & LOW32, (key >> 32) + number * WEYL[1] & LOW32
+        # Wrapped 64-bit products still hold all 64 bits of the unsigned ones. The upper halves of c1 and c3 are masked later.
         first, second = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            (second >> 32 & LOW32) ^ c1 ^ k0,
-            second & LOW32,
-            (first >> 32 & LOW32) ^ c3 ^ k1,
-            first & LOW32,
-        )
-        k0, k1 = (k0 + WEYL[0]) & LOW32, (k1 + WEYL[1]) & LOW32
-    return c0, c1, c2, c3
+        c0, c1, c2, c3 = (second >> 32 ^ c1 ^ k0) & LOW32, second, (first >> 32 ^ c3 ^ k1) & LOW32, first
+    return c0, c1 & LOW32, c2, c3 & LOW32
 
 
 def random_bits(draw: Draw, rows: int, columns: int, width: int) -> Tensor:
@@ -44,9 +38,10 @@ def random_bits(draw: Draw, rows: int, columns: int, width: int) -> Tensor:
     first = draw.column // lanes
     blocks = torch.arange(first, (draw.column + columns - 1) // lanes + 1, device=device)
     row = torch.arange(draw.row, draw.row + rows, device=device)[:, None]
-    step, key = draw.step, torch.full((), draw.key, dtype=torch.int64, device=device)
+    step = draw.step
+    key: int | Tensor = draw.key
     if step.dim() == 1:
-        step, row, key = step[0], row + step[1], key + step[2]
+        step, row, key = step[0], row + step[1], step[2] + key
     zero = torch.zeros((), dtype=torch.int64, device=device)
     four = philox4x32((blocks, row & LOW32, step & LOW32, zero), key)
     # int64 -> int32 keeps the low 32 bits, whose halves and quarters lie in memory from the lowest on.
