@@ -1,5 +1,6 @@
 """Read checkpoints in parts: each rank reads the bytes that it needs, and verifies them."""
 
+import functools
 import hashlib
 import math
 import os
@@ -139,7 +140,7 @@ class CheckedFile:
         self._file = files.open_plainly(path)
         self.name, self.hashes = path.name, hashes
         self.bytes_read = 0
-        self._chunks: dict[int, bytes] = {}  # the last ones that were asked for
+        self.chunk = functools.lru_cache(KEPT)(self._chunk)
         self.tensors: dict[str, FileTensor] = {}
         try:
             # Besides the hashes: these show that nothing changed, not that the header was valid.
@@ -162,24 +163,20 @@ class CheckedFile:
             at += len(part)
         return data
 
-    def chunk(self, number: int) -> bytes:
+    def _chunk(self, number: int) -> bytes:
         """Return the bytes of a chunk, compared with its hash."""
-        if number not in self._chunks:
-            data = b""
-            while part := os.pread(self._file.fileno(), CHUNK - len(data), number * CHUNK + len(data)):
-                data = data + part if data else part
-            self.bytes_read += len(data)
-            if number >= len(self.hashes) or hashlib.sha256(data).hexdigest() != self.hashes[number]:
-                raise Refused(f"{self.name}: its SHA-256 at byte {number * CHUNK} is not the saved one: a bit changed")
-            self._chunks[number] = data
-        self._chunks[number] = self._chunks.pop(number)
-        if len(self._chunks) > KEPT:
-            del self._chunks[next(iter(self._chunks))]
-        return self._chunks[number]
+        data = b""
+        while part := os.pread(self._file.fileno(), CHUNK - len(data), number * CHUNK + len(data)):
+            data = data + part if data else part
+        self.bytes_read += len(data)
+        if number >= len(self.hashes) or hashlib.sha256(data).hexdigest() != self.hashes[number]:
+            raise Refused(f"{self.name}: its SHA-256 at byte {number * CHUNK} is not the saved one: a bit changed")
+        return data
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+        self.chunk.cache_clear()
 
 
 class SavedTensors(TensorSource):

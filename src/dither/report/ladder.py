@@ -90,7 +90,7 @@ class Result:
 
     @property
     def start(self) -> tuple[int, str, str]:
-        """What runs must share to be compared: the seed, the text, and the initial weights if a file gives them."""
+        """Return what runs must share to be compared: the seed, the text, and the initial weights if a file gives them."""
         return self.seed, self.machine.get("corpus") or "", self.machine.get("weights") or ""
 
     @property

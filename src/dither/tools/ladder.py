@@ -271,8 +271,8 @@ def open_results(runs: dict[str, Run], out: Path) -> tuple[dict[str, Result], di
     """Return the results by name of run, and sentences about files that are no result of these runs."""
     found: dict[str, Result] = {}
     problems: dict[str, str] = {}
-    here = {folder for run in runs.values() for folder in run.config.data.sources if is_prepared(folder)}
-    texts = {folder: open_tokens(folder, verify=False).sha256 for folder in here}
+    sources = {source for run in runs.values() for source in run.config.data.sources}
+    texts = {source: open_tokens(source, verify=False).sha256 for source in sources if is_prepared(source)}
     for name, run in runs.items():
         if not os.path.lexists(path := out / f"{name}.json"):
             continue
@@ -286,7 +286,7 @@ def open_results(runs: dict[str, Run], out: Path) -> tuple[dict[str, Result], di
             )
         elif result.final and (text := result.machine.get("corpus")) and texts.get(run.config.data.sources[0], text) != text:
             problems[name] = (
-                f"The result {path.name!r} is not used: the tokens of {', '.join(run.sources or (STDLIB,))} were others. "
+                f"The result {path.name!r} is not used: the tokens of {', '.join(run.sources or (STDLIB,))} have changed since. "
                 "Remove it, or restore them."
             )
         elif result.status == "done" and (lacking := [cast for cast in run.casts if cast not in result.casts]):
