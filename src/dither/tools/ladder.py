@@ -286,8 +286,8 @@ def open_results(runs: dict[str, Run], out: Path) -> tuple[dict[str, Result], di
             )
         elif result.final and (text := result.machine.get("corpus")) and texts.get(run.config.data.sources[0], text) != text:
             problems[name] = (
-                f"The result {path.name!r} is not used: the tokens of {', '.join(run.sources or (STDLIB,))} have changed since. "
-                "Remove it, or restore them."
+                f"The result {path.name!r} is not used: the tokens of {', '.join(run.sources or (STDLIB,))} have changed "
+                "since. Remove it, or restore them."
             )
         elif result.status == "done" and (lacking := [cast for cast in run.casts if cast not in result.casts]):
             problems[name] = f"The result {path.name!r} is not used: it has no loss after the cast to {lacking[0]}. Remove it."
