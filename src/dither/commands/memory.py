@@ -184,10 +184,9 @@ def _run_of(model: str | None) -> _RunShape | None:
 
 def _words(config: configs.Config, folder: Path) -> int:
     """Return the vocabulary size of a run's tokenizer."""
-    from dither.data import is_prepared, load_tokenizer, open_tokens
+    from dither.data import is_prepared, load_tokenizer, open_tokens, prepared_folder
 
-    sources = config.data.sources
-    prepared = sources[0] if len(sources) == 1 and is_prepared(sources[0]) else folder / TOKENS
+    prepared = prepared_folder(config.data.sources) or folder / TOKENS
     if is_prepared(prepared):
         return open_tokens(prepared, verify=False).tokenizer.vocab_size
     return load_tokenizer(config.data.tokenizer).vocab_size

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dither.data.tokens import Tokens as Tokens
     from dither.data.tokens import is_prepared as is_prepared
     from dither.data.tokens import open_tokens as open_tokens
+    from dither.data.tokens import prepared_folder as prepared_folder
 
 __getattr__ = lazily(
     __name__,
@@ -35,6 +36,6 @@ __getattr__ = lazily(
         "preparation": "is_held_out prepare",
         "text": "Document documents",
         "tokenizer": "BYTES Tokenizer load_tokenizer train_bpe",
-        "tokens": "Corpus Counts Tokens is_prepared open_tokens",
+        "tokens": "Corpus Counts Tokens is_prepared open_tokens prepared_folder",
     },
 )

@@ -13,7 +13,7 @@ from dither.data.preparation import prepare
 from dither.data.settings import TOKENS, Data
 from dither.data.text import STDLIB
 from dither.data.tokenizer import Tokenizer, load_tokenizer
-from dither.data.tokens import Corpus, is_prepared, open_tokens
+from dither.data.tokens import Corpus, is_prepared, open_tokens, prepared_folder
 from dither.errors import UserError
 
 
@@ -49,13 +49,13 @@ def open_corpus(
             written = load_template(tokenizer, data.tokenizer) if data.kind == "chat" else tokenizer
             prepare(sources, own, written, held_out=data.held_out, tick=tick, say=say, stop=stop)
 
-    prepared = len(sources) == 1 and is_prepared(sources[0])
-    if not prepared:
+    prepared = prepared_folder(sources)
+    if prepared is None:
         once(tokenize)
-    place = Path(sources[0]) if prepared else own
+    place = prepared or own
     once(lambda stop: open_tokens(place, say=say, stop=stop), per_machine=True)
     corpus = open_tokens(place, verify=False)
-    if not prepared and corpus.sources != sources:
+    if prepared is None and corpus.sources != sources:
         raise UserError(
             f"The tokens in {str(own)!r} were made from {', '.join(corpus.sources)}, and data.sources is now "
             f"{', '.join(sources)}: restore it, or train in another folder."
@@ -78,8 +78,8 @@ def open_text(sources: tuple[str, ...], folder: Path, tokenizer: Tokenizer, *, w
 
     With `whole`, all of the text is evaluated on, not a held-out part of it.
     """
-    if len(sources) == 1 and is_prepared(sources[0]):
-        corpus = open_tokens(sources[0])
+    if prepared := prepared_folder(sources):
+        corpus = open_tokens(prepared)
         if corpus.tokenizer.sha256 != tokenizer.sha256:
             raise UserError(
                 f"The tokens in {sources[0]!r} were made by another tokenizer than that of the model: name the text itself."

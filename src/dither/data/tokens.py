@@ -376,6 +376,11 @@ def is_prepared(source: str | Path) -> bool:
     return os.path.isfile(Path(source) / MANIFEST)
 
 
+def prepared_folder(sources: Sequence[str]) -> Path | None:
+    """Return the folder of prepared tokens that is the only source, or None if the sources are text."""
+    return Path(sources[0]) if len(sources) == 1 and is_prepared(sources[0]) else None
+
+
 def open_tokens(
     folder: str | Path,
     *,

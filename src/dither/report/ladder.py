@@ -384,7 +384,7 @@ class LadderReport:
         if self.cast_rows:
             titles = ("model", "tokens", "arm", "weights cast to", "seeds", "held-out loss", "minus uncast")
             parts += ["## After casts of the weights", markdown_table((*titles, f"minus {self.baseline}"), self.cast_rows)]
-        parts.append("## Scaling law")
+        parts.append("## Scaling law" if self.laws else "")
         fitted = {arm: law for arm, law in self.laws.items() if isinstance(law, Law)}
         laws = [(f"`{arm}`", str(law), str(law.points), f"{law.residual:.4f}") for arm, law in fitted.items()]
         parts.append(markdown_table(("arm", "N parameters, D tokens", "losses", "residual"), laws) if laws else "")

@@ -100,7 +100,7 @@ class Arm:
         try:
             return configs.override(named, [f"{path}={value}" for path, value in self.settings])
         except UserError as error:
-            raise UserError(f"In the arm {self.text!r:.80}: {error}") from None
+            raise UserError(f"In the arm {self.text!r}: {error}") from None
 
     def folder(self, config: Config) -> str:
         """Return the name of the folder of the arm, which is the same for every spelling of its settings."""

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from dither import files
-from dither.data import BYTES, is_prepared, load_tokenizer, open_tokens
+from dither.data import BYTES, is_prepared, load_tokenizer, open_tokens, prepared_folder
 from dither.data.text import STDLIB
 from dither.errors import UserError
 from dither.evaluate.deployment import parse_cast
@@ -190,9 +190,9 @@ class Run:
 def plan(ladder: Ladder, out: Path) -> dict[str, Run]:
     """Return the runs by name, in the order in which they start: rung by rung, seed by seed, short runs first, arm by arm."""
     common, sources = ladder.config, ladder.config.data.sources or (STDLIB,)
-    prepared = len(sources) == 1 and is_prepared(sources[0])
+    prepared = prepared_folder(sources)
     if (vocab := common.model.vocab) is None:  # set model.vocab, so that tables of results need no text
-        tokenizer = open_tokens(sources[0], verify=False).tokenizer if prepared else load_tokenizer(common.data.tokenizer)
+        tokenizer = open_tokens(prepared, verify=False).tokenizer if prepared else load_tokenizer(common.data.tokenizer)
         vocab = tokenizer.vocab_size
     shared = replace(common, data=replace(common.data, sources=sources if prepared else (str(out / TOKENS),)))
     arms = [Arm.parse(name) for name in ladder.arms]

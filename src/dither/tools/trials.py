@@ -17,7 +17,7 @@ import torch
 
 from dither import files
 from dither.console import LastingStream, Stage, Tick, silent
-from dither.data import is_prepared, load_tokenizer, open_tokens, prepare
+from dither.data import is_prepared, load_tokenizer, open_tokens, prepare, prepared_folder
 from dither.data.text import STDLIB
 from dither.errors import UserError
 from dither.report.comparison import Comparison, Entry, Value, shown
@@ -91,7 +91,7 @@ def plan(common: Config, names: Sequence[str], folder: Path, seeds: int = 1, swe
     arms = [Arm.parse(name) for name in names]
     swept = None if sweep is None else Sweep.parse(sweep)
     sources = common.data.sources or (STDLIB,)
-    shared = sources if len(sources) == 1 and is_prepared(sources[0]) else (str(folder / "tokens"),)
+    shared = sources if prepared_folder(sources) else (str(folder / "tokens"),)
     found: list[Trial] = []
     for number in range(seeds):
         data = replace(common.data, sources=shared, seed=common.data.seed + number)
@@ -151,7 +151,7 @@ def _changes(saved: Config, now: Config, most: int = 3) -> str:
 def prepare_once(common: Config, folder: Path, tick: Tick = lambda done, total: None) -> None:
     """Tokenize the text of all runs, unless it is done. `tick` is called with bytes of text."""
     sources, own = common.data.sources or (STDLIB,), folder / "tokens"
-    if len(sources) == 1 and is_prepared(sources[0]):
+    if prepared_folder(sources):
         return
     if not is_prepared(own):
         tokenizer = load_tokenizer(common.data.tokenizer)

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from dither.data import is_prepared, load_tokenizer
+from dither.data import load_tokenizer, prepared_folder
 from dither.errors import UserError
 from dither.models import CausalLM
 from dither.models.presets import skeleton
@@ -330,10 +330,9 @@ def check_chat(parallel: Parallel) -> None:
 
 def _skeleton(config: Config) -> CausalLM:
     """Return the model of a preset without memory for its weights, converted to the first plan of the run."""
-    sources, vocab = config.data.sources, config.model.vocab
+    vocab = config.model.vocab
     if vocab is None:  # the head's only size; prepared tokens bring their own tokenizer, and the head is not converted
-        prepared = len(sources) == 1 and is_prepared(sources[0])
-        vocab = 257 if prepared else load_tokenizer(config.data.tokenizer).vocab_size
+        vocab = 257 if prepared_folder(config.data.sources) else load_tokenizer(config.data.tokenizer).vocab_size
     model = skeleton(config.model.sizes(vocab))
     convert(model, config.precision.load_plan(), seed=config.run.seed, emulate=True)
     return model

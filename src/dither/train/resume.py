@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from dither import files
-from dither.data import is_prepared
+from dither.data import prepared_folder
 from dither.data.tokenizer import TOKENIZER
 from dither.errors import UserError
 from dither.settings import differences
@@ -65,9 +65,9 @@ def resolved(config: Config) -> Config:
     gpu = config.run.device != "cpu" and torch.cuda.is_available()
     precision = config.precision.resolved(bf16=gpu and torch.cuda.is_bf16_supported(including_emulation=False))
     config = replace(config, model=replace(config.model, preset=config.model.size), precision=precision)
-    sources = config.data.sources
-    if config.data.tokenizer == "bytes" and len(sources) == 1 and is_prepared(sources[0]):
-        tokenizer = Path(sources[0]) / TOKENIZER
+    folder = prepared_folder(config.data.sources)
+    if config.data.tokenizer == "bytes" and folder is not None:
+        tokenizer = folder / TOKENIZER
         if os.path.isfile(tokenizer):
             config = replace(config, data=replace(config.data, tokenizer=str(tokenizer)))
     return config
@@ -82,7 +82,7 @@ def fixed_changes(saved: Config, now: Config, done: int) -> list[str]:
     """
     saved, now = resolved(saved), resolved(now)
     # The SHA-256 of prepared tokens covers their tokenizer, wherever its file is.
-    prepared = len(now.data.sources) == 1 and is_prepared(now.data.sources[0])
+    prepared = prepared_folder(now.data.sources) is not None
     entries = [_entries(config, done) for config in (saved, now)]
     free = {"run.seed": False, "data.tokenizer": prepared} | dict.fromkeys(FREE, True) | dict.fromkeys(RATES, True)
     free |= dict.fromkeys(PLAN_FIELDS, entries[0] == entries[1])
