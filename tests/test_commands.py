@@ -9,12 +9,15 @@ import pytest
 import torch
 from runs import said, trained_run
 
-from dither import UserError, checkpoint, cli
+from dither import LayerPrecision, Plan, UserError, checkpoint, cli, deploy
 from dither.commands.generate import Generation
 from dither.data import open_tokens, train_bpe
 from dither.evaluate import perplexity
 from dither.evaluate.deployment import parse_cast
+from dither.evaluate.variants import Variants, evaluate
 from dither.models import build, preset, save_pretrained
+from dither.models.open import open_model
+from dither.spec import Sampling
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +129,27 @@ def test_weights_are_cast_for_an_evaluation_only(run, capsys):
     exact = json.loads(said(capsys, "eval", run.folder, "--cast", "bf16", *FEW, "--json"))
     assert exact["cast"]["loss"] == exact["loss"]  # the weights are bf16 already
     assert {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [
+        {"mode": "fp32", "recipe": "mxfp4"},
+        {"mode": "bf16-sr", "recipe": "fp8-current"},
+        {"mode": "bf16-sr", "recipe": "fp8-block", "weights": "fp8", "states": "companded8"},
+        {"mode": "fp32", "sampling": Sampling(b_init=6.0, b_target=4.0)},
+    ],
+    ids=lambda precision: "-".join(map(str, precision.values()))[:30],
+)
+def test_a_cast_of_weights_takes_the_place_of_those_in_training(text, tmp_path, precision):
+    trained_run(text, tmp_path / "run", **precision)
+    found = evaluate(tmp_path / "run", variants=Variants(casts=("int4:row",)), sequences=3)
+    opened = open_model(tmp_path / "run", as_trained=True)
+    plain = open_model(tmp_path / "run", dtype=opened.model.embedding.weight.dtype).model.eval()
+    deploy(plain, Plan(default=LayerPrecision.of(weight="int4 row fp32 nearest"))).write(plain)
+    with torch.no_grad(), opened.forward():
+        held_out = perplexity(plain, open_tokens(tmp_path / "run" / "tokens").held_out, 16, count=3, batch=2)
+    assert found.variants[1].held_out.loss == held_out.loss
 
 
 def test_other_text_is_read_whole_and_a_prepared_folder_by_its_held_out_part(run, text, tmp_path, capsys):

@@ -45,8 +45,8 @@ def evaluate(
 
     Args:
         data: Other text, all of which is read, or a prepared folder, whose held-out part is read; by default that of the run.
-        cast: Also cast the weights of linear layers as for deployment, such as e2m1:block(32), e4m3:row or mxfp4; "learned"
-            casts sampled layers by their learned bitwidths.
+        cast: Also cast the weights of linear layers as for deployment, such as e2m1:block(32), e4m3:row or mxfp4, in place of
+            the casts of training; "learned" casts sampled layers by their learned bitwidths.
         plan: Also cast the operands of products as a recipe or a plan says.
         against: Also evaluate other models, on the text of the first one if they have the same tokens.
         tasks: Tasks for lm-eval: NAME=FILE for questions in a file of JSON lines, or the NAME of one of its own tasks.

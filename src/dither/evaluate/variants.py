@@ -16,7 +16,7 @@ from dither.data import Corpus, Tokenizer, load_tokenizer
 from dither.data.corpus import Once, here, open_corpus, open_text
 from dither.data.settings import Data
 from dither.errors import UserError
-from dither.evaluate.deployment import SLACK, Deployment, deploy, parse_cast, plan_from_bitwidths
+from dither.evaluate.deployment import SLACK, deploy, parse_cast, plan_from_bitwidths
 from dither.evaluate.estimates import Estimate, paired
 from dither.evaluate.held_out import Perplexity, TaskScore, evaluating, perplexity, replaced
 from dither.files import plain
@@ -54,9 +54,17 @@ class Subject:
     adapted: bool = False
     """True if weights exist as codes only, of a folder in few bits or of the base of adapters."""
 
-    def castable(self) -> CausalLM:
-        """Return the model if its weights can be cast; adapters are merged with their base first."""
-        return merged_model(self.model) if self.adapted else self.model
+    def uncast(self) -> CausalLM:
+        """Return the model without the casts of its training, in the same dtypes; adapters are merged with their base."""
+        if self.adapted:
+            return merged_model(self.model)
+        if self.step is None:
+            return self.model
+        device = next(self.model.parameters()).device
+        model, dtypes = open_model(self.folder, device=device).model, dict(self.model.named_parameters())
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter.data.to(dtypes[name].dtype)
+        return model
 
     def plain(self) -> CausalLM:
         """Return another copy of the model, in float32 and not converted."""
@@ -207,11 +215,11 @@ def evaluate(
             text = data or (() if score is not None else ("stdlib",))
             subject = stack.enter_context(opened(Path(model), data, text, sequence, device, once))
         done += [measured("as trained" if subject.step is not None else "as it is", "model", subject)]
+        uncast = replace(subject, model=subject.uncast()) if chosen.casts else subject
         for cast in chosen.casts:
-            whole = subject.castable()
-            deployment = deployed(whole, cast)
-            with replaced(whole, deployment.weights):
-                done.append(measured(f"weights in {cast}", "cast", replace(subject, model=whole), deployment.bits))
+            deployment = deploy(uncast.model, _plan_of(cast, subject.model))
+            with replaced(uncast.model, deployment.weights):
+                done.append(measured(f"weights in {cast}", "cast", uncast, deployment.bits))
         for plan in chosen.plans:
             plain = subject.plain()
             convert(plain, parse_plan(plan), emulate=True)
@@ -232,10 +240,11 @@ def check_lengths(sequence: int | None, sequences: int) -> None:
             raise UserError(f"{option} is an integer of at least {least}, not {value}.")
 
 
-def deployed(model: nn.Module, cast: str) -> Deployment:
-    """Return the cast weights of a model: by a cast of the command line, or by learned bitwidths."""
-    plan = plan_from_bitwidths(model, slack=SLACK) if cast == LEARNED else Plan(default=LayerPrecision(weight=parse_cast(cast)))
-    return deploy(model, plan)
+def _plan_of(cast: str, trained: nn.Module) -> Plan:
+    """Return the plan of a cast of the command line, or of the bitwidths that a model has learned."""
+    if cast == LEARNED:
+        return plan_from_bitwidths(trained, slack=SLACK)
+    return Plan(default=LayerPrecision(weight=parse_cast(cast)))
 
 
 def parse_plan(text: str) -> Plan:

@@ -307,7 +307,7 @@ class LadderReport:
 
     @cached_property
     def cast_rows(self) -> list[tuple[str, ...]]:
-        """One row per rung, arm and cast: the loss, minus that of the same run uncast, minus the baseline's with the cast."""
+        """One row per rung, arm and cast: the loss, minus the same run's as trained, minus the baseline's with the cast."""
         found: list[tuple[str, ...]] = []
         for rung, arm in itertools.product(self.rungs, self.arms):
             runs = [run for run in self.runs(arm, rung) if run.loss is not None]
@@ -382,7 +382,7 @@ class LadderReport:
             parts.append(f"{self.missing} runs of this ladder are not trained yet.")
         parts += self.problems
         if self.cast_rows:
-            titles = ("model", "tokens", "arm", "weights cast to", "seeds", "held-out loss", "minus uncast")
+            titles = ("model", "tokens", "arm", "weights cast to", "seeds", "held-out loss", "minus as trained")
             parts += ["## After casts of the weights", markdown_table((*titles, f"minus {self.baseline}"), self.cast_rows)]
         parts.append("## Scaling law" if self.laws else "")
         fitted = {arm: law for arm, law in self.laws.items() if isinstance(law, Law)}
@@ -552,7 +552,7 @@ def _curve(report: LadderReport, arm: str, rung: tuple[int, str, int], colour: i
 def _over_bits(
     report: LadderReport, arm: str, rung: tuple[int, str, int], bits: Mapping[str, float], steps: Sequence[float], colour: int
 ) -> list[Line]:
-    """Return an arm's lowest loss with at most so many bits per weight, with 95 % confidence intervals; the last are uncast."""
+    """Return an arm's lowest loss with at most so many bits per weight, with 95 % intervals; the last are as trained."""
     runs = [run for run in report.runs(arm, rung) if run.loss is not None and run.casts]
     losses = [(step, [run.casts[cast] for run in runs if cast in run.casts]) for cast, step in bits.items()]
     losses += [(steps[-1], [run.loss for run in runs if run.loss is not None])]

@@ -86,8 +86,9 @@ class Ladder:
     evaluations: Count = 8
     """Evaluations per run, the last one after its last step."""
     casts: tuple[str, ...] = ()
-    """Casts of the trained weights as `dither eval --cast` takes them, such as mxfp4: each run is evaluated after each. By
-    learned bitwidths, whose bits differ by run, `dither eval` casts the runs that `keep` kept."""
+    """Casts of the trained weights as `dither eval --cast` takes them, such as mxfp4: each run is evaluated after each, in
+    place of the casts of its training. By learned bitwidths, whose bits differ by run, `dither eval` casts the runs that
+    `keep` kept."""
     out: str = "results"
     """Folder of the results, beside the file."""
     keep: bool = False
@@ -289,8 +290,6 @@ def open_results(runs: dict[str, Run], out: Path) -> tuple[dict[str, Result], di
                 f"The result {path.name!r} is not used: the tokens of {', '.join(run.sources or (STDLIB,))} have changed "
                 "since. Remove it, or restore them."
             )
-        elif result.status == "done" and (lacking := [cast for cast in run.casts if cast not in result.casts]):
-            problems[name] = f"The result {path.name!r} is not used: it has no loss after the cast to {lacking[0]}. Remove it."
         else:
             found[name] = result
     return found, problems
@@ -461,4 +460,10 @@ def report(ladder: Ladder, out: Path) -> LadderReport:
     both = {**runs, **speed_runs(runs)}
     results, problems = open_results(both, out)
     missing = sum(name not in results or not results[name].final for name in runs)
-    return LadderReport(ladder.base, ladder.arms, tuple(results.values()), tuple(problems.values()), missing, ladder.speeds)
+    done = [result for result in results.values() if result.kind == "train" and result.status == "done"]
+    lacking = {cast: sum(cast not in result.casts for result in done) for cast in ladder.casts}
+    sentences = list(problems.values())
+    if any(lacking.values()):
+        listed = ", ".join(f"{cast} ({number})" for cast, number in lacking.items() if number)
+        sentences.append(f"Of {len(done)} results, some have no loss after the cast to {listed}: remove them to train again.")
+    return LadderReport(ladder.base, ladder.arms, tuple(results.values()), tuple(sentences), missing, ladder.speeds)
