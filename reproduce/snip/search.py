@@ -1,4 +1,4 @@
-"""Find the choice of layers that trains best, from plans drawn at random and trained: a bound for what any choice can gain.
+"""Find the choice of layers that trains best, from plans that were drawn at random and trained.
 
     python reproduce/snip/search.py draw                 # 84 plans and a ladder into runs/snip-search; needs no GPU
     dither ladder runs/snip-search/ladder.toml --jobs 14 # trains them, from runs/snip-base
