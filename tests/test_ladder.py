@@ -3,11 +3,11 @@
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +16,8 @@ from dither.errors import UserError
 from dither.models import find_model
 from dither.report.ladder import LadderReport, Law, Result, charts, fit_law, read_result, write_ladder
 from dither.tools import ladder as ladders
+from dither.tools.trials import prepare_once
+from dither.train.trainer import Trainer
 
 PLANTED = Law(E=1.7, A=400.0, a=0.34, B=410.0, b=0.28, residual=0.0, points=0)
 SIZES, RATIOS = (3e6, 5e6, 1e7, 3.4e7), (5, 10, 20)
@@ -380,32 +382,44 @@ def test_without_a_gpu_the_row_says_so(tmp_path, capfd):
     assert ladders.report(ladders.load(path), tmp_path / "results").missing == 2  # a failed run is tried again
 
 
-def test_a_run_that_a_signal_ended_has_no_result(tmp_path, monkeypatch):
-    """A run saves and ends when the ladder is killed, and starts again next time."""
+@pytest.mark.parametrize("rate", ["1e-3", "2e-3"])
+def test_a_run_that_a_signal_ended_resumes_if_its_settings_are_the_same(tmp_path, monkeypatch, rate):
     path, out = tmp_path / "ladder.toml", tmp_path / "results"
     path.write_text(FILE)
     (out / ladders.LOGS).mkdir(parents=True)
-    name, run = next(iter(ladders.plan(ladders.load(path), out).items()))
     monkeypatch.setattr(ladders, "begin_process", lambda log, jobs: None)
-    for how in ("signal", "failed"):
-        monkeypatch.setattr(ladders, "train", lambda config, command, how=how: SimpleNamespace(how=how, folder=tmp_path))
-        ladders._work(run, name, str(out), 1)
-        assert (out / f"{name}.json").exists() == (how == "failed")
+    prepare_once(ladders.load(path).config, out)
+    step, steps = Trainer.step, []
+
+    def interrupted(trainer, *arguments):
+        numbers = step(trainer, *arguments)
+        steps.append(trainer.done)
+        if steps == [1, 2]:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return numbers
+
+    monkeypatch.setattr(Trainer, "step", interrupted)
+    name = "tiny-0.001-o1-seed-0"
+    for lr in ("1e-3", rate):
+        path.write_text(FILE.replace("lr=1e-3", f"lr={lr}"))
+        ladders._work(ladders.plan(ladders.load(path), out)[name], name, str(out), 1)
+        assert (out / f"{name}.json").exists() == (len(steps) > 2)
+    assert steps == ([1, 2, 3, 4] if rate == "1e-3" else [1, 2, 1, 2, 3, 4])
+    resumed = read_result(out / f"{name}.json")
+    ladders._work(ladders.plan(ladders.load(path), out)[name], name, str(out), 1)
+    straight = read_result(out / f"{name}.json")
+    assert (resumed.loss, resumed.curve) == (straight.loss, straight.curve)
+    assert resumed.seconds > 0
+    assert not (out / ladders.WORK / name).exists()
 
 
-def test_runs_that_would_not_end_in_time_are_not_started(tmp_path, capsys):
+def test_when_the_time_is_over_nothing_starts_and_what_runs_is_told_to_save(tmp_path, capsys):
     path, out = tmp_path / "ladder.toml", tmp_path / "results"
     path.write_text(FILE)
-    runs = ladders.plan(ladders.load(path), out)
-    name, run = next(iter(runs.items()))
-    out.mkdir()
-    known = run.result(status="done", loss=4.0, machine={}, seconds=100.0, tokens_per_s=run.tokens / 90, jobs=1)
-    (out / f"{name}.json").write_text(json.dumps(known.to_dict()))
-    twice = runs["tiny-0.001-o1-seed-0"]
-    assert ladders.seconds_for(twice, [known], 1) == pytest.approx(10 + 90 * twice.tokens / run.tokens)
-    assert ladders.seconds_for(twice, [], 1) is None
-    assert ladders.run_all(runs, out, minutes=0.5) == 0
-    assert "7 runs are left" in capsys.readouterr().out
+    prepare_once(ladders.load(path).config, out)
+    assert ladders.run_all(ladders.plan(ladders.load(path), out), out, jobs=2, minutes=1e-3) == 0
+    assert "8 runs are left, 2 of them begun" in capsys.readouterr().out
+    assert not list(out.glob("*.json"))
 
 
 def test_the_module_runs_without_the_packages_of_the_command_line(tmp_path, monkeypatch, capsys):

@@ -22,12 +22,13 @@ def ladder(
     """Train a ladder of models in several precisions and fit scaling laws.
 
     Models, tokens per parameter, arms and seeds are those of a TOML file; see docs/comparing.md. Arms of a seed share initial
-    weights and the order of the text. Each finished run is a JSON file and is not repeated: the same command continues.
+    weights and the order of the text. Each finished run is a JSON file and is not repeated, and one that was interrupted
+    resumes: the same command continues.
 
     Args:
         file: The ladder: a config of `dither train` with a section [ladder].
         jobs: Number of runs that train at the same time, each in its own process.
-        minutes: Start no run that would not end in so many minutes, and end what still runs then.
+        minutes: Stop after so many minutes; what still runs is saved, and the same command continues.
         speed: Instead, measure the tokens per second of each model and arm, one run at a time.
         table: Train nothing: print the tables of the results so far.
         report: Train nothing: write the tables as Markdown and JSON, and the figures, into this folder.

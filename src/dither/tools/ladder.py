@@ -2,9 +2,11 @@
 
 A file is a config of `dither train` with a section [ladder] and a table [[ladder.rungs]] for each model; see docs/comparing.md.
 Each finished run is a file of JSON in the results folder, so that a ladder may be interrupted at any time and continued on
-another day or machine. A run that is cut off starts again.
+another day or machine. A run that a signal or the end of the time interrupts is saved there, and resumes; one that dies starts
+again.
 """
 
+import contextlib
 import itertools
 import math
 import multiprocessing
@@ -16,7 +18,7 @@ import sys
 import time
 import tomllib
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from multiprocessing import connection
 from pathlib import Path
@@ -35,10 +37,11 @@ from dither.settings import Count, OneOf, check, from_table, parse
 from dither.tools.arms import SHARED, Arm, find_field
 from dither.tools.trials import POLL, begin_process, last_line
 from dither.train import config as configs
-from dither.train.config import ORIGIN, Config
+from dither.train.config import CONFIG, ORIGIN, Config
 from dither.train.guard import Signals
 from dither.train.loop import Outcome, train
 from dither.train.ranks import joined
+from dither.train.resume import resolved
 
 LOGS, WORK, TOKENS, KEPT = "logs", "work", "tokens", "runs"
 """Folders beside the results: output of the runs, runs in progress, tokens, and finished runs that are kept."""
@@ -48,6 +51,9 @@ POINTS = 50
 
 SPEED_STEPS = 80
 """Steps of a run that measures speed."""
+
+GRACE = 120.0
+"""Seconds in which a run that is told to end may save."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,26 +310,12 @@ def _changes(old: dict[str, Any], new: dict[str, Any], path: str = "") -> Iterat
             yield f"{path}{key} was {one!s:.40} and is {two!s:.40}"
 
 
-def seconds_for(run: Run, known: Sequence[Result], jobs: int) -> float | None:
-    """Return the predicted time of a run from those that are done, the most similar first; None if there is none."""
-
-    def distance(result: Result) -> tuple[bool, bool, float]:
-        return result.jobs != jobs, result.arm != run.arm, abs(result.parameters - run.parameters)
-
-    timed = [result for result in known if result.tokens_per_s and result.seconds and result.kind == "train"]
-    if not timed:
-        return None
-    like = min(timed, key=distance)
-    training = like.tokens / like.tokens_per_s if like.tokens_per_s else 0.0
-    return max(0.0, like.seconds - training) + training * run.tokens / like.tokens * max(1.0, run.parameters / like.parameters)
-
-
 def run_all(
     runs: dict[str, Run], out: Path, *, jobs: int = 1, minutes: float | None = None, say: Callable[[str], None] = print
 ) -> int:
     """Train the runs that have no result, `jobs` at a time. Return 0, or the exit code of the signal that ended it.
 
-    A run that would not end within `minutes` is not started, and what still runs then is ended; both start again next time.
+    What still runs after `minutes` is saved, and continues next time.
     """
     results, problems = open_results(runs, out)
     for sentence in problems.values():
@@ -331,8 +323,7 @@ def run_all(
     waiting = [name for name in runs if name not in problems and not (name in results and results[name].final)]
     final = sum(result.final for result in results.values())
     say(f"{len(runs)} runs: {final} have a result, {len(waiting)} are to be trained.")
-    end = None if minutes is None else time.monotonic() + 60 * minutes
-    known = list(results.values())
+    end = math.inf if minutes is None else time.monotonic() + 60 * minutes
     context: Any = multiprocessing.get_context("forkserver")  # CUDA survives no fork; modules are imported once for all runs
     context.set_forkserver_preload(["dither.tools.ladder"])
     if jobs > 1:
@@ -340,37 +331,33 @@ def run_all(
     running: dict[Any, tuple[str, Any, float]] = {}
     for folder in (LOGS, WORK):
         (out / folder).mkdir(parents=True, exist_ok=True)
-
-    def startable() -> str | None:
-        left = None if end is None else end - time.monotonic()
-        return next((name for name in waiting if left is None or (seconds_for(runs[name], known, jobs) or 0.0) < left), None)
-
     with Signals() as signals:
         try:
-            while not signals.received:
-                while len(running) < jobs and (name := startable()) is not None:
-                    waiting.remove(name)
+            while not signals.received and time.monotonic() < end:
+                while len(running) < jobs and waiting:
+                    name = waiting.pop(0)
                     process = context.Process(target=_work, args=(runs[name], name, str(out), jobs), name=name)
                     process.start()
                     running[process.sentinel] = (name, process, time.monotonic())
-                if not running or (end is not None and time.monotonic() > end):
+                if not running:
                     break
                 ended = connection.wait(list(running), timeout=POLL)
                 for sentinel in () if signals.received else ended:  # a signal to all processes ends runs too
                     name, process, began = running.pop(sentinel)
                     process.join()
                     result = _collect(runs[name], name, out, process.exitcode, time.monotonic() - began, jobs)
-                    known.append(result)
                     done = "" if result.loss is None else f" held-out loss {result.loss:.4f} after {result.tokens:,} tokens,"
                     say(f"{name}: {result.status},{done} {result.seconds:.0f} s. {result.why}".rstrip())
         finally:
             for _, process, _ in running.values():
-                process.kill()
-                process.join()
-            shutil.rmtree(out / WORK, ignore_errors=True)
-    left = len(waiting) + len(running)
-    if left:
-        say(f"{left} runs are left: the same command continues.")
+                process.terminate()
+            for _, process, _ in running.values():
+                process.join(GRACE)
+                process.kill()  # one that hangs
+            with contextlib.suppress(OSError):  # runs to resume are in it
+                (out / WORK).rmdir()
+    if left := len(waiting) + len(running):
+        say(f"{left} runs are left, {len(running)} of them begun: the same command continues.")
     return signals.exit_code
 
 
@@ -387,16 +374,18 @@ def _collect(run: Run, name: str, out: Path, code: int | None, seconds: float, j
 
 
 def _work(run: Run, name: str, out: str, jobs: int) -> None:
-    """Train one run in this process, and write its result."""
+    """Train one run in this process, or resume it, and write its result."""
     log = Path(out) / LOGS / f"{name}.txt"
     log.unlink(missing_ok=True)
     begin_process(log, jobs)
     began, folder = time.monotonic(), Path(run.config.run.out)
-    shutil.rmtree(folder, ignore_errors=True)
+    if not _same_settings(folder, run.config):
+        shutil.rmtree(folder, ignore_errors=True)
     try:
-        outcome = train(run.config, command=sys.argv)
-        if outcome.how == "signal":  # the ladder was ended: the run starts again next time
+        outcome = train(run.config, resume="auto", command=sys.argv)
+        if outcome.how == "signal":  # it is saved, and resumes next time
             return
+        began -= max(0.0, outcome.seconds - (time.monotonic() - began))  # the time before an interruption counts
         values = _measured(outcome)
         if run.casts and values["status"] == "done":
             values["casts"] = _losses_after_casts(run)
@@ -411,6 +400,14 @@ def _work(run: Run, name: str, out: str, jobs: int) -> None:
         kept.parent.mkdir(exist_ok=True)
         folder.rename(kept)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _same_settings(folder: Path, config: Config) -> bool:
+    """Return whether a folder has a run with these settings, to resume."""
+    try:
+        return resolved(configs.load(folder / CONFIG)) == resolved(config)
+    except UserError:
+        return False
 
 
 def _losses_after_casts(run: Run) -> dict[str, float]:
