@@ -18,12 +18,13 @@ from dither.data.settings import Data
 from dither.errors import UserError
 from dither.evaluate.deployment import SLACK, deploy, parse_cast, plan_from_bitwidths
 from dither.evaluate.estimates import Estimate, paired
-from dither.evaluate.held_out import Perplexity, TaskScore, evaluating, perplexity, replaced
+from dither.evaluate.held_out import Perplexity, TaskScore, evaluating, perplexity
 from dither.files import plain
 from dither.models import CausalLM
 from dither.models.lora import merged_model
 from dither.models.open import find_model, open_model
 from dither.nn.convert import convert
+from dither.optim import training
 from dither.settings import from_table
 from dither.spec import LayerPrecision, Plan
 from dither.spec.recipes import recipe
@@ -53,18 +54,8 @@ class Subject:
     forward: Callable[[], AbstractContextManager[None]] = nullcontext
     adapted: bool = False
     """True if weights exist as codes only, of a folder in few bits or of the base of adapters."""
-
-    def uncast(self) -> CausalLM:
-        """Return the model without the casts of its training, in the same dtypes; adapters are merged with their base."""
-        if self.adapted:
-            return merged_model(self.model)
-        if self.step is None:
-            return self.model
-        device = next(self.model.parameters()).device
-        model, dtypes = open_model(self.folder, device=device).model, dict(self.model.named_parameters())
-        for name, parameter in model.named_parameters():
-            parameter.data = parameter.data.to(dtypes[name].dtype)
-        return model
+    mode: str | None = None
+    """The mode of a run without adapters."""
 
     def plain(self) -> CausalLM:
         """Return another copy of the model, in float32 and not converted."""
@@ -215,11 +206,13 @@ def evaluate(
             text = data or (() if score is not None else ("stdlib",))
             subject = stack.enter_context(opened(Path(model), data, text, sequence, device, once))
         done += [measured("as trained" if subject.step is not None else "as it is", "model", subject)]
-        uncast = replace(subject, model=subject.uncast()) if chosen.casts else subject
         for cast in chosen.casts:
-            deployment = deploy(uncast.model, _plan_of(cast, subject.model))
-            with replaced(uncast.model, deployment.weights):
-                done.append(measured(f"weights in {cast}", "cast", uncast, deployment.bits))
+            plain = subject.plain()
+            deployment = deploy(plain, _plan_of(cast, subject.model))
+            deployment.write(plain)
+            if subject.mode is not None:
+                training(plain, subject.mode, lr=0.0)
+            done.append(measured(f"weights in {cast}", "cast", replace(subject, model=plain), deployment.bits))
         for plan in chosen.plans:
             plain = subject.plain()
             convert(plain, parse_plan(plan), emulate=True)
@@ -331,6 +324,7 @@ def opened(
             settings.micro_batch or settings.batch,
             made.forward,
             made.adapted,
+            None if made.adapted else found.config["precision"]["mode"],
         )
 
 

@@ -387,12 +387,16 @@ def _work(run: Run, name: str, out: str, jobs: int) -> None:
             return
         began -= max(0.0, outcome.seconds - (time.monotonic() - began))  # the time before an interruption counts
         values = _measured(outcome)
-        if run.casts and values["status"] == "done":
-            values["casts"] = _losses_after_casts(run)
     except Exception as error:  # such as too little memory, or no GPU
         traceback.print_exc()
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
         values = {"status": "failed", "why": kind + str(error).partition("\n")[0], "machine": {}}
+    if run.casts and values["status"] == "done":
+        try:
+            values["casts"] = _losses_after_casts(run)
+        except Exception as error:  # the loss of the run stays
+            traceback.print_exc()
+            values["why"] = f"Its weights were not cast: {error}".partition("\n")[0]
     _write(Path(out) / f"{name}.json", run.result(**values, seconds=round(time.monotonic() - began, 1), jobs=jobs))
     if run.keep and values["status"] == "done":
         kept = Path(out) / KEPT / name
