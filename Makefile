@@ -65,7 +65,7 @@ docs: $(PACKAGE)-docs
 # command continues. A try (--tiny) leaves the committed report as it is.
 reproduce: $(PACKAGE)-figures
 	@test -f reproduce/$(CLAIM)/ladder.toml || { echo 'Set CLAIM to one of: $(notdir $(wildcard reproduce/*))'; exit 2; }
-	$(VENV)/bin/dither ladder reproduce/$(CLAIM)/ladder.toml $(LADDER)
+	-$(VENV)/bin/dither ladder reproduce/$(CLAIM)/ladder.toml $(LADDER)
 	$(VENV)/bin/dither ladder reproduce/$(CLAIM)/ladder.toml --report \
 		$(if $(filter --tiny,$(LADDER)),runs/$(CLAIM)-tiny --tiny,reproduce/$(CLAIM))
 

@@ -87,7 +87,7 @@ def test_a_damaged_file_is_a_sentence_and_the_rest_goes_on(content, why, tmp_pat
     begun = bench.begin(MACHINE, tmp_path)
     assert begun.rows == ()
     assert why in begun.notes[0]
-    assert (tmp_path / "bench-old.json").exists()
+    assert (tmp_path / "bench-old-1.json").exists()
 
 
 def test_a_folder_is_continued_on_the_same_machine_only(tmp_path):
@@ -96,7 +96,7 @@ def test_a_folder_is_continued_on_the_same_machine_only(tmp_path):
     other = bench.begin({**MACHINE, "torch": "3"}, tmp_path)
     assert other.rows == ()
     assert "other versions" in other.notes[0]
-    assert bench.read(tmp_path / "bench-old.json").rows == (ROW,)
+    assert bench.read(tmp_path / "bench-old-1.json").rows == (ROW,)
     assert bench.begin(MACHINE, None).rows == ()
 
 

@@ -1,5 +1,6 @@
 """`dither ladder`: its file, its runs, and the laws and tables made of their results."""
 
+import contextlib
 import importlib
 import json
 import os
@@ -10,11 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from runs import error_line
 
 from dither import cli
 from dither.errors import UserError
 from dither.models import find_model
 from dither.report.ladder import LadderReport, Law, Result, charts, fit_law, read_result, write_ladder
+from dither.run_lock import RunLock
+from dither.spec.recipes import recipe
 from dither.tools import ladder as ladders
 from dither.tools.trials import prepare_once
 from dither.train.trainer import Trainer
@@ -169,6 +173,8 @@ def test_speeds_are_those_of_runs_alone():
     found = LadderReport("o1", ("o1", "sr"), (*alone, *report.results)).equal_quality
     assert [each.speed == pytest.approx(1.1) for each in found] == [each.model == f"m{SIZES[0]:g}" for each in found]
     assert len(found) == len(report.equal_quality)
+    elsewhere = [replace(run, machine={"device": run.arm}) for run in (*alone, *report.results)]
+    assert {each.speed for each in LadderReport("o1", ("o1", "sr"), tuple(elsewhere)).equal_quality} == {None}
 
 
 def test_speeds_follow_the_baseline():
@@ -240,6 +246,9 @@ def test_a_result_survives_its_file(tmp_path):
     for casts in ({"mxfp4": "4.5"}, {"mxfp5": 4.5}):
         path.write_text(json.dumps({**made.to_dict(), "casts": casts}))
         assert "damaged" in read_result(path)
+    for wrong in ({"loss": -3.0}, {"loss": 1e308}, {"curve": [[1, 1e308]]}, {"status": "failed"}):
+        path.write_text(json.dumps({**made.to_dict(), **wrong}))
+        assert "damaged" in read_result(path)
 
 
 # The file -----------------------------------------------------------------------------------------------------------------
@@ -271,8 +280,22 @@ def test_arms_of_a_seed_share_weights_text_and_steps(tmp_path):
         ("seeds = 2", 'casts = ["mxfp5"]', "mxfp5"),
         ("seeds = 2", 'casts = ["learned"]', "There is no number format 'learned'"),
         ("seeds = 2", "seeds = 0", "ladder.seeds is an integer of at least 1"),
-        ("seeds = 2", 'baseline = "o2"', "There is no ladder.arms='o2'"),
-        ("seeds = 2", "speeds = {o2 = 1.5}", "There is no ladder.arms='o2'"),
+        ("seeds = 2", "seeds = 10000000", "ladder.seeds is an integer of at least 1 and below 2^10"),
+        ("seeds = 2", 'casts = ["mxfp4", "mxfp4"]', "The cast 'mxfp4' is named twice"),
+        ("seeds = 2", 'baseline = "o2"', "There is no ladder.baseline='o2'"),
+        ("seeds = 2", "speeds = {o2 = 1.5}", "There is no ladder.speeds='o2'"),
+        ("seeds = 2", "speeds = {o1 = 2.0}", "ladder.speeds are positive numbers"),
+        ("[ladder]", "[ladder]\nconfig = 4", "[ladder] has no key 'config'"),
+        (
+            "eval_sequences = 4",
+            "steps = 4",
+            "The ladder cannot set run.steps: ladder.rungs.tokens",
+        ),
+        ('set = ["lr=1e-3"]', 'set = ["preset=tiny"]', "A rung cannot set model.preset: ladder.rungs.model names it"),
+        ('model = "tiny"', 'model = "tiny"\narms = ["bf16-sr"]', "The arms of tiny are compared with the baseline 'o1'"),
+        ('"bf16-sr"', '"bf16"', "'o1' and 'bf16' are the same run"),
+        ('"bf16-sr"', '"bf16-sr@batch=8"', "cannot set data.batch: arms are compared on the same model and tokens"),
+        ('"bf16-sr"', '"bf16-sr@layers=3"', "cannot set model.layers"),
         ("seeds = 2", "speeds = {o1 = 0.0}", "ladder.speeds are positive numbers"),
         ('"bf16-sr"', '"bf16-sq"', "There is no precision 'bf16-sq'"),
         ('"bf16-sr"', '"o1"', "The arm 'o1' is named twice"),
@@ -357,7 +380,8 @@ def test_runs_are_trained_once_and_failures_do_not_stop_the_others(tmp_path, cap
     assert cli.main(["ladder", str(path), "--table", "--baseline", "o1@states=bf16"]) == 0
     assert "minus o1@states=bf16" in capsys.readouterr().out
     assert cli.main(["ladder", str(path), "--table", "--baseline", "o2"]) == 2
-    assert "There is no ladder.arms='o2'" in capsys.readouterr().err
+    assert "There is no --baseline='o2'" in capsys.readouterr().err
+    assert cli.main(["ladder", str(path), "--table", "--speed"]) == 2
     assert cli.main(["ladder", str(path)]) == 0
     assert first.stat().st_mtime_ns == before
     ours = path.read_text()
@@ -377,7 +401,7 @@ def test_runs_are_trained_once_and_failures_do_not_stop_the_others(tmp_path, cap
 def test_without_a_gpu_the_row_says_so(tmp_path, capfd):
     path = tmp_path / "ladder.toml"
     path.write_text(FILE.replace('device = "cpu"', 'device = "cuda"').replace("0.0005, ", "").replace("seeds = 2", "seeds = 1"))
-    assert cli.main(["ladder", str(path), "--jobs", "2"]) == 0
+    assert cli.main(["ladder", str(path), "--jobs", "2"]) == 1
     assert "seed 0 failed:" in capfd.readouterr().out
     assert ladders.report(ladders.load(path), tmp_path / "results").missing == 2  # a failed run is tried again
 
@@ -402,7 +426,8 @@ def test_a_run_that_a_signal_ended_resumes_if_its_settings_are_the_same(tmp_path
     name = "tiny-0.001-o1-seed-0"
     for lr in ("1e-3", rate):
         path.write_text(FILE.replace("lr=1e-3", f"lr={lr}"))
-        ladders._work(ladders.plan(ladders.load(path), out)[name], name, str(out), 1)
+        with pytest.raises(SystemExit, match="143") if not steps else contextlib.nullcontext():
+            ladders._work(ladders.plan(ladders.load(path), out)[name], name, str(out), 1)
         assert (out / f"{name}.json").exists() == (len(steps) > 2)
     assert steps == ([1, 2, 3, 4] if rate == "1e-3" else [1, 2, 1, 2, 3, 4])
     resumed = read_result(out / f"{name}.json")
@@ -420,6 +445,65 @@ def test_when_the_time_is_over_nothing_starts_and_what_runs_is_told_to_save(tmp_
     assert ladders.run_all(ladders.plan(ladders.load(path), out), out, jobs=2, minutes=1e-3) == 0
     assert "8 runs are left, 2 of them begun" in capsys.readouterr().out
     assert not list(out.glob("*.json"))
+
+
+def test_one_ladder_at_a_time_writes_into_a_folder(tmp_path, capsys):
+    path, out = tmp_path / "ladder.toml", tmp_path / "results"
+    path.write_text(FILE)
+    out.mkdir()
+    with RunLock(out):
+        assert cli.main(["ladder", str(path)]) == 2
+    assert "is in use by process" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, capsys):
+    path = tmp_path / "ladder.toml"
+    path.write_text(FILE)
+    (tmp_path / "results").mkdir()
+    prepare_once(ladders.load(path).config, tmp_path / "results")
+    (tmp_path / "results" / "logs").write_text("")
+    assert cli.main(["ladder", str(path)]) == 2
+    assert "The results cannot be written into" in error_line(capsys.readouterr().err)
+
+
+def test_a_result_is_that_of_its_run_and_of_its_plan(tmp_path):
+    path, out, plan = (tmp_path / name for name in ("ladder.toml", "results", "plan.json"))
+    recipe("fp8-block").save(plan)
+    path.write_text(FILE.replace('"bf16-sr"', f'"fp32@plan={plan}"').replace("seeds = 2", "seeds = 1"))
+    out.mkdir()
+    runs = ladders.plan(ladders.load(path), out)
+    for name, run in runs.items():
+        done = run.result(status="done", loss=4.0, machine={"plans": run.plans})
+        (out / f"{name}.json").write_text(json.dumps(done.to_dict()))
+    assert ladders.open_results(runs, out)[0].keys() == runs.keys()
+    recipe("fp4-block").save(plan)
+    found, problems = ladders.open_results(ladders.plan(ladders.load(path), out), out)
+    assert found.keys() == {name for name in runs if "plan" not in name}
+    assert all("the file of its plan has changed since" in problem for problem in problems.values())
+    other = out / f"{next(iter(runs))}.json"
+    for field, wrong in (("arm", "zz"), ("seed", 1), ("kind", "speed"), ("tokens", 10**400)):
+        other.write_text(json.dumps({**json.loads(other.read_text()), field: wrong}))
+        assert f"its {field} is " in ladders.open_results(runs, out)[1][other.stem]
+        other.write_text(json.dumps(runs[other.stem].result(status="done", loss=4.0, machine={}).to_dict()))
+
+
+def test_what_fails_after_training_leaves_the_loss(tmp_path, monkeypatch):
+    path, out = tmp_path / "ladder.toml", tmp_path / "results"
+    path.write_text(FILE.replace("[ladder]", '[ladder]\nkeep = true\ncasts = ["mxfp4"]'))
+    (out / ladders.LOGS).mkdir(parents=True)
+    (out / ladders.KEPT).write_text("")
+    monkeypatch.setattr(ladders, "begin_process", lambda log, jobs: None)
+    monkeypatch.setattr(ladders, "_losses_after_casts", lambda run: 1 / 0)
+    prepare_once(ladders.load(path).config, out)
+    name = "tiny-0.0005-o1-seed-0"
+    ladders._work(ladders.plan(ladders.load(path), out)[name], name, str(out), 1)
+    found = read_result(out / f"{name}.json")
+    assert (found.status, found.casts) == ("done", {})
+    assert "Casting its weights failed: ZeroDivisionError" in found.why
+    assert "Keeping it failed: FileExistsError" in found.why
+    assert find_model(out / ladders.WORK / name).step == 2
+    report = ladders.report(ladders.load(path), out)
+    assert "seed 0 done: Casting its weights failed" in report.markdown()
 
 
 def test_the_module_runs_without_the_packages_of_the_command_line(tmp_path, monkeypatch, capsys):

@@ -42,6 +42,8 @@ def ladder(
 
     if jobs < 1 or (minutes is not None and not minutes > 0):
         raise UserError("--jobs is an integer of at least 1, and --minutes a positive number.")
+    if speed + table + (report is not None) > 1:
+        raise UserError("--speed, --table and --report exclude each other: name one of them.")
     chosen = ladders.load(file)
     if baseline is not None:
         chosen = chosen.compared_with(baseline)

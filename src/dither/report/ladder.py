@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dither import files
+from dither.console import printable
 from dither.errors import UserError
 from dither.evaluate.deployment import parse_cast, stored_bits
 from dither.evaluate.estimates import Estimate, estimate
@@ -26,6 +27,9 @@ FORMAT, VERSION = "dither-ladder-run", 1
 
 BITS = "bits per weight, with scales"
 """The x axis of losses after casts."""
+
+MOST = 1e100
+"""More than any loss: sums of smaller ones are finite."""
 
 EXPONENTS = (0.03, 3.0)
 """Smallest and largest exponent of a fitted law."""
@@ -95,7 +99,7 @@ class Result:
 
     @property
     def training(self) -> float | None:
-        """Mean training loss over the last tenth of the tokens, the same text for all arms of a seed; None if not done."""
+        """Mean over the last tenth of the tokens of the training loss's moving average; None if the run is not done."""
         last = [loss for tokens, loss in self.curve if tokens > 0.9 * self.tokens]
         return statistics.fmean(last) if last and self.status == "done" else None
 
@@ -109,8 +113,11 @@ class Result:
         """Return the result of a file's content; raise `Refused` for anything else."""
         files.check_version(data, FORMAT, VERSION, "dither ladder")
         found = from_object(cls, {key: value for key, value in data.items() if key not in ("format", "version")})
-        if found.status == "done" and found.loss is None:
-            raise files.Refused("it is damaged: a run that is done has no loss")
+        if (found.status == "done") != (found.loss is not None):
+            raise files.Refused("it is damaged: a run has a loss if it is done, and only then")
+        losses = [found.loss, *found.casts.values(), *(loss for _, loss in (*found.held_out, *found.curve))]
+        if any(loss is not None and not 0 <= loss < MOST for loss in losses):
+            raise files.Refused("it is damaged: it has an impossible loss")
         return found
 
 
@@ -295,7 +302,7 @@ class LadderReport:
                 if not (runs := self.runs(arm, rung)):
                     continue
                 losses = [run.loss for run in runs if run.loss is not None]
-                notes = [f"seed {run.seed} {run.status}: {run.why}" for run in runs if run.why]
+                notes = [f"seed {run.seed} {run.status}: {printable(run.why)}" for run in runs if run.why]
                 if len({run.machine.get("corpus") for run in runs if run.loss is not None}) > 1:
                     notes.append("its seeds were trained on different texts")
                 if learned := [bits for run in runs for bits in run.bitwidths.values()]:
@@ -340,15 +347,19 @@ class LadderReport:
         """The law of each arm, or a sentence that says what is missing."""
         return {arm: fit_law(points) for arm in self.arms if (points := self.points(arm))}
 
+    def alone(self, model: str, arm: str) -> dict[tuple[Any, Any], float]:
+        """Return tokens per second alone on a device, by device and torch: of runs with --speed, or else of whole runs."""
+        runs = [run for run in self.results if (run.model, run.arm, run.jobs, run.status) == (model, arm, 1, "done")]
+        speeds: dict[tuple[Any, Any], list[float]] = {}
+        for run in [run for run in runs if run.kind == "speed"] or runs:
+            if run.tokens_per_s:
+                speeds.setdefault((run.machine.get("device"), run.machine.get("torch")), []).append(run.tokens_per_s)
+        return {machine: statistics.median(values) for machine, values in speeds.items()}
+
     @cached_property
     def equal_quality(self) -> list[EqualQuality]:
         """What each arm's speed is worth on each rung, where the baseline has a law of the tokens."""
         found = []
-        alone = {
-            (run.model, run.arm): run.tokens_per_s
-            for run in sorted(self.results, key=lambda run: run.kind == "speed")  # those of --speed count before others
-            if run.jobs == 1 and run.tokens_per_s
-        }
         for row in self.rows:
             if row.difference is None or (law := self.law_of(row.model)) is None:
                 continue
@@ -360,10 +371,10 @@ class LadderReport:
             mean, half = row.difference.mean, row.difference.interval
             low, high = (None, None) if half is None else (factor(mean - half), factor(mean + half))
             source: SpeedSource = "measured"
-            own, other = alone.get((row.model, row.arm)), alone.get((row.model, self.baseline))
+            own, other = self.alone(row.model, row.arm), self.alone(row.model, self.baseline)
+            speed = next((own[machine] / other[machine] for machine in own if machine in other), None)
             if row.arm in self.speeds:
-                own, other, source = self.speeds[row.arm], 1.0, "given"
-            speed = own / other if own and other else None
+                speed, source = self.speeds[row.arm], "given"
             place = row.model, row.parameters, row.tokens, row.arm
             found.append(EqualQuality(*place, factor(mean), low, high, speed, source))
         return found
@@ -376,7 +387,8 @@ class LadderReport:
         parts = [
             markdown_table((*header, f"training loss minus {self.baseline}", "note"), [_cells(row) for row in self.rows]),
             "± is the 95 % confidence interval by Student's t; differences are taken within seeds. Bold: it excludes 0. "
-            "Training losses are means over the last tenth of the tokens, with the noise of arms that train with noise.",
+            "Training losses are moving averages over some 20 steps, on average over the last tenth of the tokens, with the "
+            "noise of arms that train with noise.",
         ]
         if self.missing:
             parts.append(f"{self.missing} runs of this ladder are not trained yet.")
@@ -408,7 +420,7 @@ class LadderReport:
                 "speed at equal quality",
             )
             parts += [markdown_table(columns, rows), f"All three are relative to `{self.baseline}`."]
-        machines = sorted({", ".join(f"{k} {v}" for k, v in run.machine.items() if v) for run in self.runs()})
+        machines = sorted({", ".join(f"{k} {printable(str(v))}" for k, v in run.machine.items() if v) for run in self.runs()})
         return "\n\n".join(part for part in (*parts, *machines) if part) + "\n"
 
     def to_dict(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ one run are compared with those of another, not times: clocks and drivers move t
 """
 
 import functools
+import itertools
 import statistics
 import sys
 import time
@@ -386,7 +387,7 @@ def begin(machine: Mapping[str, str], folder: Path | None) -> Results:
         why = "it was measured on another device or with other versions"
     except files.Refused as error:
         why = str(error)
-    aside = path.with_name("bench-old.json")
+    aside = next(name for number in itertools.count(1) if not (name := path.with_name(f"bench-old-{number}.json")).exists())
     path.replace(aside)
     return Results(machine=machine, notes=(f"The earlier bench.json was not continued: {why}. It is {aside.name} now.",))
 

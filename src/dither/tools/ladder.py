@@ -7,6 +7,7 @@ again.
 """
 
 import contextlib
+import hashlib
 import itertools
 import math
 import multiprocessing
@@ -18,13 +19,14 @@ import sys
 import time
 import tomllib
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from multiprocessing import connection
 from pathlib import Path
 from typing import Annotated, Any
 
 from dither import files
+from dither.console import printable
 from dither.data import BYTES, is_prepared, load_tokenizer, open_tokens, prepared_folder
 from dither.data.text import STDLIB
 from dither.errors import UserError
@@ -33,8 +35,10 @@ from dither.evaluate.variants import Variants, evaluate
 from dither.models import PRESETS, parameter_count, preset
 from dither.models.sizes import Model
 from dither.report.ladder import LadderReport, Result, read_result
-from dither.settings import Count, OneOf, check, from_table, parse
-from dither.tools.arms import SHARED, Arm, find_field
+from dither.run_lock import RunLock
+from dither.settings import AtLeast, Count, OneOf, check, from_table, parse, value_at
+from dither.spec.schedule import split_forward
+from dither.tools.arms import NAMED, SHARED, Arm, find_field
 from dither.tools.trials import POLL, begin_process, last_line
 from dither.train import config as configs
 from dither.train.config import CONFIG, ORIGIN, Config
@@ -46,11 +50,28 @@ from dither.train.resume import resolved
 LOGS, WORK, TOKENS, KEPT = "logs", "work", "tokens", "runs"
 """Folders beside the results: output of the runs, runs in progress, tokens, and finished runs that are kept."""
 
+IDENTITY = ("arm", "model", "ratio", "seed", "kind", "parameters", "tokens")
+"""What a result says about its run."""
+
 POINTS = 50
 """Number of points of a training curve."""
 
 SPEED_STEPS = 80
 """Steps of a run that measures speed."""
+
+Seeds = Annotated[int, AtLeast(1, bits=10)]
+
+FOLLOWS: Mapping[str, str] = {
+    "run.steps": "ladder.rungs.tokens_per_parameter sets the steps",
+    **dict.fromkeys(("run.out", "run.save_every", "run.sample_every", "run.keep_last", "run.log_every"), "the ladder sets it"),
+    "run.eval_every": "ladder.evaluations sets it",
+    "model.preset": "ladder.rungs.model names it",
+    **dict.fromkeys(NAMED, "an arm names it"),
+}
+"""Fields of the file and of rungs that would have no effect, and why."""
+
+SAME = ("data.batch", "data.sequence", "run.device")
+"""Fields, with those of the model, that all arms of a rung share."""
 
 GRACE = 120.0
 """Seconds in which a run that is told to end may save."""
@@ -66,7 +87,7 @@ class Rung:
     """Training tokens per parameter; each is a run of its own, with its own schedule."""
     arms: tuple[str, ...] = ()
     """Some of the ladder's arms; by default all of them."""
-    seeds: Count | None = None
+    seeds: Seeds | None = None
     """Number of seeds, if not the ladder's."""
     set: tuple[str, ...] = ()
     """Settings of this model, such as optim.lr=2e-3."""
@@ -87,7 +108,7 @@ class Ladder:
     """Models in the order in which they are trained."""
     baseline: str = ""
     """The arm that the others are compared with; by default the first."""
-    seeds: Count = 3
+    seeds: Seeds = 3
     """Number of runs per arm and rung: with the seeds of the config, and with the next ones."""
     evaluations: Count = 8
     """Evaluations per run, the last one after its last step."""
@@ -111,12 +132,25 @@ class Ladder:
             raise UserError('A ladder has ladder.arms, such as ["o1", "bf16-sr"], and at least one [[ladder.rungs]].')
         if twice := [name for name in self.arms if self.arms.count(name) > 1]:
             raise UserError(f"The arm {twice[0]!r} is named twice: name it once.")
-        for name in (self.base, *self.speeds, *(name for rung in self.rungs for name in rung.arms)):
-            OneOf(self.arms).check("ladder.arms", name)
-        if any(not 0 < speed < math.inf for speed in self.speeds.values()):
+        if twice := [cast for cast in self.casts if self.casts.count(cast) > 1]:
+            raise UserError(f"The cast {twice[0]!r} is named twice: name it once.")
+        used = {"ladder.baseline": [self.base], "ladder.speeds": self.speeds}
+        for number, rung in enumerate(self.rungs, 1):
+            used[f"ladder.rungs {number}: arms"] = rung.arms
+            same = [other.arms for other in self.rungs if other.model == rung.model]
+            if all(same) and not any(self.base in arms for arms in same):
+                raise UserError(f"The arms of {rung.model} are compared with the baseline {self.base!r}: add it to a rung.")
+        for key, names in used.items():
+            for name in names:
+                OneOf(self.arms).check(key, name)
+        if any(not 0 < speed < math.inf for speed in self.speeds.values()) or self.speeds.get(self.base, 1.0) != 1.0:
             raise UserError("ladder.speeds are positive numbers: tokens per second of an arm over those of the baseline.")
         for cast in self.casts:
             parse_cast(cast)
+        default = Config()
+        for path, why in FOLLOWS.items():
+            if value_at(self.config, path) != value_at(default, path):
+                raise UserError(f"The ladder cannot set {path}: {why}.")
 
     @property
     def base(self) -> str:
@@ -125,6 +159,7 @@ class Ladder:
 
     def compared_with(self, arm: str) -> "Ladder":
         """Return the ladder with another baseline, and the given speeds relative to it, if its own is known."""
+        OneOf(self.arms).check("--baseline", arm)
         known = {self.base: 1.0, **self.speeds}
         speeds = {name: speed / known[arm] for name, speed in known.items()} if self.speeds and arm in known else {}
         return replace(self, baseline=arm, speeds=speeds)
@@ -138,6 +173,8 @@ def load(path: Path) -> Ladder:
         tables = section.pop("rungs", []) if isinstance(section, dict) else []
         if not isinstance(tables, list):
             raise UserError("[[ladder.rungs]] are tables, one or more per model.")
+        if isinstance(section, dict) and "config" in section:
+            raise UserError("[ladder] has no key 'config': the other sections of the file are the config.")
         rungs = [from_table(Rung, table, "ladder.rungs") for table in tables]
         common = {"rungs": rungs, "config": from_table(Config, data)}
         return from_table(Ladder, {**section, **common} if isinstance(section, dict) else section, "ladder")
@@ -172,6 +209,18 @@ class Run:
         return self.config.run.steps * self.config.data.batch * self.config.data.sequence
 
     @property
+    def plans(self) -> str | None:
+        """The SHA-256 of the plans that the config names by files; None if it names none, or if one cannot be read."""
+        precision, texts = self.config.precision, []
+        try:
+            for _, text in precision.entries:
+                if precision.names_file(name := split_forward(text)[0] if precision.schedule else text):
+                    texts.append(precision.plan_of(name).to_json())
+        except UserError:
+            return None
+        return hashlib.sha256("\n".join(texts).encode()).hexdigest() if texts else None
+
+    @property
     def settings(self) -> dict[str, Any]:
         """The settings that determine the result, without those that have their default value."""
         default, found = (tomllib.loads(configs.dumps(each)) for each in (Config(), self.config))
@@ -203,11 +252,16 @@ def plan(ladder: Ladder, out: Path) -> dict[str, Run]:
         vocab = tokenizer.vocab_size
     shared = replace(common, data=replace(common.data, sources=sources if prepared else (str(out / TOKENS),)))
     arms = [Arm.parse(name) for name in ladder.arms]
+    for arm in arms:
+        if taken := [path for path, _ in arm.settings if path.startswith("model.") or path in SAME]:
+            raise UserError(f"The arm {arm.text!r} cannot set {taken[0]}: arms are compared on the same model and tokens.")
     found: dict[str, Run] = {}
+    seen: dict[str, str] = {}
     for rung in ladder.rungs:
         named = [(find_field(each.partition("=")[0].strip()), each.partition("=")[2]) for each in rung.set]
-        if taken := [path for path, _ in named if path in SHARED]:
-            raise UserError(f"A rung cannot set {taken[0]}: {SHARED[taken[0]]}.")
+        why = {**SHARED, **FOLLOWS}
+        if taken := [path for path, _ in named if path in why]:
+            raise UserError(f"A rung cannot set {taken[0]}: {why[taken[0]]}.")
         sized = configs.override(shared, [f"{path}={value}" for path, value in (*named, ("model.preset", rung.model))])
         parameters = parameter_count(sized.model.sizes(vocab))
         chosen = [arm for arm in arms if not rung.arms or arm.text in rung.arms]
@@ -219,6 +273,9 @@ def plan(ladder: Ladder, out: Path) -> dict[str, Run]:
                     f"The run {name!r} occurs twice: name each arm and number of tokens per parameter once, and put rungs with "
                     "other settings into a file of their own."
                 )
+            bare = configs.dumps(replace(run.config, run=replace(run.config.run, out="anywhere")))
+            if (other := seen.setdefault(bare, arm.text)) != arm.text:
+                raise UserError(f"{other!r} and {arm.text!r} are the same run: name only one of them.")
             found[name] = run
     return found
 
@@ -268,7 +325,9 @@ def tiny(ladder: Ladder) -> Ladder:
     short = Rung(model="tiny", tokens_per_parameter=(4 * per_step, 8 * per_step), arms=(base,))  # for the law of the tokens
     rungs = (short, Rung(model="tiny", tokens_per_parameter=(16 * per_step,)))
     arms, seeds = tuple(early.values()), min(ladder.seeds, 2)
-    return replace(ladder, arms=arms, baseline=base, rungs=rungs, seeds=seeds, config=few, out=f"{ladder.out}-tiny")
+    speeds = {early[name]: speed for name, speed in ladder.speeds.items()}
+    named = replace(ladder, arms=arms, baseline=base, speeds=speeds, rungs=rungs)
+    return replace(named, seeds=seeds, config=few, out=f"{ladder.out}-tiny")
 
 
 # Training ---------------------------------------------------------------------------------------------------------------------
@@ -286,6 +345,11 @@ def open_results(runs: dict[str, Run], out: Path) -> tuple[dict[str, Result], di
         result = read_result(path)
         if isinstance(result, str):
             problems[name] = result
+        elif other := next((key for key in IDENTITY if getattr(result, key) != getattr(run, key)), None):
+            problems[name] = (
+                f"The result {path.name!r} is not used: its {other} is {getattr(result, other)!r:.40}, and that of the run "
+                f"{getattr(run, other)!r:.40}. Remove it to train this run again."
+            )
         elif result.final and result.config != run.settings:
             changed = ", ".join(_changes(result.config, run.settings))
             problems[name] = (
@@ -295,6 +359,10 @@ def open_results(runs: dict[str, Run], out: Path) -> tuple[dict[str, Result], di
             problems[name] = (
                 f"The result {path.name!r} is not used: the tokens of {', '.join(run.sources or (STDLIB,))} have changed "
                 "since. Remove it, or restore them."
+            )
+        elif result.final and (plans := result.machine.get("plans")) and run.plans not in (plans, None):
+            problems[name] = (
+                f"The result {path.name!r} is not used: the file of its plan has changed since. Remove it, or restore the plan."
             )
         else:
             found[name] = result
@@ -313,7 +381,7 @@ def _changes(old: dict[str, Any], new: dict[str, Any], path: str = "") -> Iterat
 def run_all(
     runs: dict[str, Run], out: Path, *, jobs: int = 1, minutes: float | None = None, say: Callable[[str], None] = print
 ) -> int:
-    """Train the runs that have no result, `jobs` at a time. Return 0, or the exit code of the signal that ended it.
+    """Train the runs that have no result, `jobs` at a time. Return 0, 1 if one failed, or the exit code of a signal.
 
     What still runs after `minutes` is saved, and continues next time.
     """
@@ -322,17 +390,22 @@ def run_all(
         say(sentence)
     waiting = [name for name in runs if name not in problems and not (name in results and results[name].final)]
     final = sum(result.final for result in results.values())
-    say(f"{len(runs)} runs: {final} have a result, {len(waiting)} are to be trained.")
+    for name, result in results.items():
+        if runs[name].keep and result.status == "done" and not (out / KEPT / name).exists():
+            say(f"The run of the result {name}.json is not in {str(out / KEPT)!r}: remove the result to train it again.")
+    unused = f" {len(problems)} have a file that is not used." if problems else ""
+    say(f"Of {len(runs)} runs, {final} have a result, and {len(waiting)} are to be trained.{unused}")
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
     context: Any = multiprocessing.get_context("forkserver")  # CUDA survives no fork; modules are imported once for all runs
     context.set_forkserver_preload(["dither.tools.ladder"])
     if jobs > 1:
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each process starts one compiler per core
     running: dict[Any, tuple[str, Any, float]] = {}
-    for folder in (LOGS, WORK):
-        (out / folder).mkdir(parents=True, exist_ok=True)
-    with Signals() as signals:
+    failed = interrupted = 0
+    with _locked(out), Signals() as signals:
         try:
+            for folder in (LOGS, WORK):
+                (out / folder).mkdir(exist_ok=True)
             while not signals.received and time.monotonic() < end:
                 while len(running) < jobs and waiting:
                     name = waiting.pop(0)
@@ -345,9 +418,15 @@ def run_all(
                 for sentinel in () if signals.received else ended:  # a signal to all processes ends runs too
                     name, process, began = running.pop(sentinel)
                     process.join()
+                    if process.exitcode > 128:
+                        interrupted += 1
+                        say(f"{name}: it was told to end, and is saved.")
+                        continue
                     result = _collect(runs[name], name, out, process.exitcode, time.monotonic() - began, jobs)
-                    done = "" if result.loss is None else f" held-out loss {result.loss:.4f} after {result.tokens:,} tokens,"
-                    say(f"{name}: {result.status},{done} {result.seconds:.0f} s. {result.why}".rstrip())
+                    failed += not result.final
+                    say(f"{name}: {_said(result)}")
+        except OSError as error:
+            raise UserError(f"The results cannot be written into {str(out)!r}: {files.reason(error, out)}.") from None
         finally:
             for _, process, _ in running.values():
                 process.terminate()
@@ -356,9 +435,30 @@ def run_all(
                 process.kill()  # one that hangs
             with contextlib.suppress(OSError):  # runs to resume are in it
                 (out / WORK).rmdir()
-    if left := len(waiting) + len(running):
-        say(f"{left} runs are left, {len(running)} of them begun: the same command continues.")
-    return signals.exit_code
+    if left := len(waiting) + len(running) + interrupted:
+        say(f"{left} runs are left, {len(running) + interrupted} of them begun: the same command continues.")
+    return signals.exit_code or int(failed > 0)
+
+
+@contextlib.contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """Let one ladder at a time write into a folder."""
+    lock = RunLock(out)
+    lock.acquire(create=True)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _said(result: Result) -> str:
+    """Return how a run ended, for the terminal."""
+    words = [str(result.status)]
+    if result.kind == "speed" and result.tokens_per_s is not None:
+        words.append(f"{result.tokens_per_s:,.0f} tokens per second")
+    elif result.loss is not None:
+        words.append(f"held-out loss {result.loss:.4f} after {result.tokens:,} tokens")
+    return ", ".join([*words, f"{result.seconds:.0f} s"]) + (f". {printable(result.why)}" if result.why else ".")
 
 
 def _collect(run: Run, name: str, out: Path, code: int | None, seconds: float, jobs: int) -> Result:
@@ -369,14 +469,16 @@ def _collect(run: Run, name: str, out: Path, code: int | None, seconds: float, j
     died = f"it was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"it ended with code {code}"
     why = f"{last_line(out / LOGS / f'{name}.txt') or 'no output'} ({died})"
     failed = run.result(status="failed", why=why, seconds=seconds, jobs=jobs, machine={})
-    _write(out / f"{name}.json", failed)
+    with contextlib.suppress(OSError):  # such as a full disk: the others go on
+        _write(out / f"{name}.json", failed)
     return failed
 
 
 def _work(run: Run, name: str, out: str, jobs: int) -> None:
     """Train one run in this process, or resume it, and write its result."""
-    log = Path(out) / LOGS / f"{name}.txt"
-    log.unlink(missing_ok=True)
+    path, log, kept = (Path(out) / each for each in (f"{name}.json", f"{LOGS}/{name}.txt", f"{KEPT}/{name}"))
+    for old in (path, log):  # a result is here only if it failed
+        old.unlink(missing_ok=True)
     begin_process(log, jobs)
     began, folder = time.monotonic(), Path(run.config.run.out)
     if not _same_settings(folder, run.config):
@@ -384,26 +486,40 @@ def _work(run: Run, name: str, out: str, jobs: int) -> None:
     try:
         outcome = train(run.config, resume="auto", command=sys.argv)
         if outcome.how == "signal":  # it is saved, and resumes next time
-            return
+            sys.exit(outcome.code)
         began -= max(0.0, outcome.seconds - (time.monotonic() - began))  # the time before an interruption counts
         values = _measured(outcome)
+        values["machine"]["plans"] = run.plans
     except Exception as error:  # such as too little memory, or no GPU
         traceback.print_exc()
-        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-        values = {"status": "failed", "why": kind + str(error).partition("\n")[0], "machine": {}}
-    if run.casts and values["status"] == "done":
-        try:
+        values = {"status": "failed", "why": _sentence(error), "machine": {}}
+    done = values["status"] == "done"
+    if done and run.casts:
+        with _noted("Casting its weights", values):
             values["casts"] = _losses_after_casts(run)
-        except Exception as error:  # the loss of the run stays
-            traceback.print_exc()
-            values["why"] = f"Its weights were not cast: {error}".partition("\n")[0]
-    _write(Path(out) / f"{name}.json", run.result(**values, seconds=round(time.monotonic() - began, 1), jobs=jobs))
-    if run.keep and values["status"] == "done":
-        kept = Path(out) / KEPT / name
-        shutil.rmtree(kept, ignore_errors=True)
-        kept.parent.mkdir(exist_ok=True)
-        folder.rename(kept)
-    shutil.rmtree(folder, ignore_errors=True)
+    if done and run.keep:
+        with _noted("Keeping it", values):
+            shutil.rmtree(kept, ignore_errors=True)
+            kept.parent.mkdir(exist_ok=True)
+            folder.rename(kept)
+    _write(path, run.result(**values, seconds=round(time.monotonic() - began, 1), jobs=jobs))
+    if not (done and run.keep):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _noted(task: str, values: dict[str, Any]) -> Iterator[None]:
+    """Note an error of a task after training: the loss of the run stays."""
+    try:
+        yield
+    except Exception as error:
+        traceback.print_exc()
+        values["why"] = f"{values['why']} {task} failed: {_sentence(error)}".strip()
+
+
+def _sentence(error: Exception) -> str:
+    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    return kind + str(error).partition("\n")[0]
 
 
 def _same_settings(folder: Path, config: Config) -> bool:
