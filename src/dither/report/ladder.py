@@ -420,7 +420,9 @@ class LadderReport:
                 "speed at equal quality",
             )
             parts += [markdown_table(columns, rows), f"All three are relative to `{self.baseline}`."]
-        machines = sorted({", ".join(f"{k} {printable(str(v))}" for k, v in run.machine.items() if v) for run in self.runs()})
+        machines = sorted(
+            {", ".join(f"{k} {printable(str(v))}" for k, v in run.machine.items() if v and k != "plans") for run in self.runs()}
+        )
         return "\n\n".join(part for part in (*parts, *machines) if part) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
