@@ -11,7 +11,7 @@ import torch
 from dither import LayerPrecision, Plan, UserError, checkpoint, cli, fake_quantize, recipe
 from dither.console import to_json
 from dither.data import open_corpus
-from dither.models import build, save_pretrained
+from dither.models import build, open_model, save_pretrained
 from dither.spec import Cast
 from dither.tools import bisect as lockstep
 from dither.tools import inspect
@@ -87,6 +87,25 @@ def test_updates_of_weights_in_codes_are_those_of_the_monitor(text, tmp_path):
     found = {layer.name: asdict(layer.update) for layer in inspect.inspect(outcome.folder, [Cast("e4m3")]).layers}
     assert found == seen
     assert {update["format"] for update in found.values()} == {"e4m3"}
+
+
+def test_updates_of_a_run_whose_noise_has_ended(run, text, tmp_path):
+    more = ("run.steps=2", f'run.out="{tmp_path / "run"}"', "optim.lr=1e-3", "qat.format=mxfp4", "qat.noise_until=0.5")
+    outcome = train(configs.override(Config(), settings(text, f'model.weights="{run}"', *more)))
+    found = inspect.inspect(outcome.folder, [Cast("e4m3")])
+    assert [layer.update.format for layer in found.layers] == 14 * ["fp32"]
+
+
+def test_adapters_are_inspected_in_the_merged_weights(run, text, tmp_path):
+    more = ("run.steps=2", f'run.out="{tmp_path / "run"}"', "lora.rank=2", "optim.lr=1e-2", "precision.recipe=fp8-block")
+    outcome = train(configs.override(Config(), settings(text, f'model.weights="{run}"', *more)))
+    found = inspect.inspect(outcome.folder, [Cast("e4m3")])
+    merged = open_model(outcome.folder).model
+    assert {each.name: each.amax for each in found.layers} == {
+        each.name: merged.get_submodule(each.name).weight.abs().max().item() for each in found.layers
+    }
+    assert (len(found.layers), found.step) == (14, 2)
+    assert "adapters" in found.note
 
 
 def test_the_table_and_a_model_of_hugging_face(tmp_path, capsys):
