@@ -175,10 +175,13 @@ def jobs(text):
     common = configs.override(Config(), settings(text, "run.steps=20"))
     with joined("cpu") as ranks:
         corpus = open_corpus(common.data, text.parent)
-        yield lambda *names: [
-            Trainer(replace(common, precision=precision_or_plan(name, common.precision.states)), corpus, ranks)
-            for name in names
-        ]
+
+        def of(*names: str, **optim) -> list[Trainer]:
+            config = replace(common, optim=replace(common.optim, **optim))
+            precisions = [precision_or_plan(name, config.precision) for name in names]
+            return [Trainer(replace(config, precision=precision), corpus, ranks) for precision in precisions]
+
+        yield of
 
 
 def quiet(_: str) -> None:
@@ -195,6 +198,36 @@ def test_equal_precisions_never_differ_and_weights_are_set_anew(jobs):
     free = jobs("fp32", "bf16-pure")
     lockstep.bisect(*free, names=("a", "b"), steps=2, free=True, tell=quiet)
     assert (free[0].model.lm_head.weight - free[1].model.lm_head.weight.float()).norm() > apart
+
+
+@pytest.mark.parametrize(
+    ("names", "most"),
+    [
+        (("o2", "o2"), 0.0),
+        (("o2", "o2-split"), 0.0),
+        (("bf16-24", "bf16-24"), 0.0),
+        (("bf16-kahan", "bf16-kahan"), 2**-7),  # a weight and its remainder have more bits than float32
+        (("fp32", "o2"), 0.2),
+    ],
+)
+def test_updates_are_those_of_wide_weights(jobs, names, most):
+    found = lockstep.bisect(*jobs(*names, lr=1e-5), names=names, steps=3, tell=quiet)
+    assert found.steps == 3
+    assert max(each.local for each in found.differences if each.product == "update") <= most
+
+
+def test_both_precisions_keep_what_their_names_do_not_set(text, monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr("dither.train.trainer.Trainer", lambda config, *_: seen.append(config.precision))
+    monkeypatch.setattr(lockstep, "bisect", lambda *_, **__: lockstep.Bisection("a", "b", 1, None, (), ()))
+    fields = ("precision.output=fp8-current", "precision.gradients=bf16", "precision.sampling.b_target=3")
+    arguments = ("bisect", "--b", "o1+gaussws:od", "--set", *settings(text, *fields))
+    assert cli.main([*arguments]) == 0
+    assert [(each.output, each.gradients) for each in seen] == 2 * [("fp8-current", "bf16")]
+    assert (seen[0].sampling, seen[1].sampling.b_target) == (None, 3)
+    stored = settings(text, "precision.weights=fp8", "precision.recipe=fp8-current", "precision.mode=bf16-sr")
+    assert cli.main(["bisect", "--b", "o1", "--set", *stored]) == 2
+    assert "which precision.weights leaves out: remove it" in capsys.readouterr().err
 
 
 def test_weights_that_are_not_finite_and_a_given_bound(jobs):
@@ -219,8 +252,10 @@ def test_bounds():
 
 def test_arms_and_mistakes(jobs, text, capsys):
     common = Config()
-    assert (precision_or_plan("o1+plan.json").plan, precision_or_plan("plan.json").mode) == ("plan.json", "auto")
-    assert precision_or_plan("gaussws:od") == replace(precision_or_plan("o1+gaussws:od"), mode="auto")
+    given = replace(common.precision, gradients="bf16", output="fp8-current", states="dynamic8")
+    assert precision_or_plan("o1+plan.json", given) == replace(given, mode="o1", plan="plan.json")
+    assert precision_or_plan("plan.json", given) == replace(given, plan="plan.json")
+    assert precision_or_plan("gaussws:od", given) == replace(precision_or_plan("o1+gaussws:od", given), mode="auto")
     for arguments, said in (
         (("--b", "fp9"), "There is no precision 'fp9'"),
         (("--b", "a.json+b.json"), "names two plans"),
