@@ -165,6 +165,25 @@ def test_memory_of_a_run(tmp_path, capsys):
     assert f"{peak:.2f}" in shown.splitlines()[-3]
 
 
+def test_memory_of_a_run_says_what_is_not_estimated(tmp_path, capsys):
+    def of(*more: str) -> int:
+        common = ("model.preset=llama-134m", "model.vocab=32000", "precision.mode=bf16-sr")
+        (tmp_path / "config.toml").write_text(configs.dumps(configs.override(Config(), [*common, *more])))
+        return cli.main(["memory", str(tmp_path), "--json"])
+
+    qat = ("model.weights=a", "qat.format=mxfp4", "qat.teacher=a")
+    assert of("parallel.checkpointing=full", "precision.gradients=fp32", *qat) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["passes"]["checkpointing"] == "full"
+    assert found["left_out"] == ["qat.format", "qat.teacher"]
+    setting, passes = Setting(mode="bf16-sr", gradients="fp32"), StepPasses(**found["passes"])
+    assert found["estimates"]["this run"]["peak_bytes"] == estimate(shape_of(PRESETS["llama-134m"]), setting, passes).peak
+    assert of("precision.gradients=bf16-sr") == 0
+    assert json.loads(capsys.readouterr().out)["left_out"] == []
+    assert of("lora.rank=4", "model.weights=a") == 2
+    assert "trains adapters (lora.rank=4)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
