@@ -119,7 +119,7 @@ def test_memory_by_part_and_mode(capsys):
     assert rows["peak"][1:] == ["42.42", "31.70"]
     assert rows["weights"][1:] == ["4.70", "2.35"]
     assert "On H200 (133 GiB usable): o1 + fp8-current" in shown
-    assert "dither train --set precision.mode=o1 precision.recipe=fp8-current" in shown
+    assert "dither train --set model.preset=llama-1b precision.mode=o1 precision.recipe=fp8-current" in shown
     assert cli.main(["memory", "--params", "7e9", "--batch", "1", "--recipe", "fp8-block", "--states", "int8"]) == 0
     assert "o1 + fp8-block + int8" in capsys.readouterr().out
 
@@ -157,12 +157,13 @@ def test_memory_of_a_run(tmp_path, capsys):
     more = ["model.preset=llama-134m", "model.vocab=32000", "precision.mode=bf16-sr", "data.batch=8", "data.micro_batch=2"]
     more += ["optim.states_on=host"]
     (out / "config.toml").write_text(configs.dumps(configs.override(Config(), [*more, "data.sequence=512"])))
-    assert cli.main(["memory", str(out)]) == 0
-    shown = capsys.readouterr().out
+    assert cli.main(["memory", str(out), "--gpu", "h200"]) == 0
+    shown, _, advice = capsys.readouterr().out.partition("\n\n")
+    assert f"GiB: dither train {out / 'config.toml'} --set precision.mode=" in advice
     assert shown.splitlines()[0].startswith("134,105,856 parameters, 2 x 512 tokens per pass")
     passes = StepPasses(batch=2, sequence=512, number=4)
     peak = estimate(shape_of(PRESETS["llama-134m"]), Setting(mode="bf16-sr", states_on="host"), passes).peak / GIB
-    assert f"{peak:.2f}" in shown.splitlines()[-3]
+    assert f"{peak:.2f}" in shown.splitlines()[-4]
 
 
 def test_memory_of_a_run_says_what_is_not_estimated(tmp_path, capsys):

@@ -14,6 +14,7 @@ from dither.commands.arguments import Json
 from dither.console import print_result, print_table, print_text
 from dither.data.settings import TOKENS
 from dither.errors import UserError
+from dither.models.sizes import PRESETS
 from dither.spec.optimizer import stores
 from dither.spec.recipes import MEASURED, recipe_name
 from dither.spec.recipes import recipe as recipe_named
@@ -135,7 +136,7 @@ def memory(
         if shortage := _host_shortage(estimates, cpu_here().memory):
             print_text(f"\n{shortage}")
         if place is not None and best is not None:
-            _print_recommendation(place, best)
+            _print_recommendation(place, best, _training(model, is_run=run is not None))
 
     left_out = () if run is None else run.left_out
     found = {"parameters": shape.parameters, "passes": passes, "estimates": estimates, "left_out": left_out}
@@ -263,12 +264,21 @@ def _host_shortage(estimates: Mapping[str, MemoryEstimate], memory: int) -> str:
     return f"States in host memory need {most / GIB:.1f} GiB of it, and this machine has {memory / GIB:.1f} GiB."
 
 
-def _print_recommendation(gpu: Gpu, best: Recommendation) -> None:
+def _training(model: str | None, *, is_run: bool) -> list[str]:
+    """Return the beginning of the command that trains a model, up to its settings; of no model, only their flag."""
+    if model is None:
+        return ["--set"]
+    if is_run:
+        return ["dither", "train", str(Path(model) / CONFIG), "--set"]
+    return ["dither", "train", "--set", f"model.{'preset' if model in PRESETS else 'hf'}={model}"]
+
+
+def _print_recommendation(gpu: Gpu, best: Recommendation, training: Sequence[str]) -> None:
     from dither.tools.memory import GIB
 
     print(f"\nOn {gpu.name} ({gpu.usable / GIB:.0f} GiB usable): {best if best.batch else 'does not fit'}")
     if best.batch:
         peak = best.estimate.peak / GIB
-        print(f"  up to {best.batch} sequences per pass, {peak:.1f} GiB: dither train --set {shlex.join(best.settings)}")
+        print(f"  up to {best.batch} sequences per pass, {peak:.1f} GiB: {shlex.join([*training, *best.settings])}")
     for reason in best.reasons:
         print_text(f"  {reason}")
