@@ -6,6 +6,7 @@ follow it, so its loss never falls and its gradients stay large. Everywhere else
 learns it.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -76,7 +77,7 @@ def train(
     made, found = model(casts), list[float]()
     optimizer = torch.optim.Adam(made.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-16)
     for step in range(steps):
-        with step_context(made, step=step):
+        with contextlib.nullcontext() if casts is None else step_context(made, step=step):
             each, ruled = losses(made, step)
             (each.mean() / divisor * loss_scale).backward()
         for parameter in made.parameters():

@@ -119,7 +119,7 @@ def test_memory_by_part_and_mode(capsys):
     assert rows["peak"][1:] == ["42.42", "31.70"]
     assert rows["weights"][1:] == ["4.70", "2.35"]
     assert "On H200 (133 GiB usable): o1 + fp8-current" in shown
-    assert "dither train --set precision.mode=o1 precision.recipe=fp8-current" in shown
+    assert "dither train --set model.preset=llama-1b precision.mode=o1 precision.recipe=fp8-current" in shown
     assert cli.main(["memory", "--params", "7e9", "--batch", "1", "--recipe", "fp8-block", "--states", "int8"]) == 0
     assert "o1 + fp8-block + int8" in capsys.readouterr().out
 
@@ -157,12 +157,32 @@ def test_memory_of_a_run(tmp_path, capsys):
     more = ["model.preset=llama-134m", "model.vocab=32000", "precision.mode=bf16-sr", "data.batch=8", "data.micro_batch=2"]
     more += ["optim.states_on=host"]
     (out / "config.toml").write_text(configs.dumps(configs.override(Config(), [*more, "data.sequence=512"])))
-    assert cli.main(["memory", str(out)]) == 0
-    shown = capsys.readouterr().out
+    assert cli.main(["memory", str(out), "--gpu", "h200"]) == 0
+    shown, _, advice = capsys.readouterr().out.partition("\n\n")
+    assert f"GiB: dither train {out / 'config.toml'} --set precision.mode=" in advice
     assert shown.splitlines()[0].startswith("134,105,856 parameters, 2 x 512 tokens per pass")
     passes = StepPasses(batch=2, sequence=512, number=4)
     peak = estimate(shape_of(PRESETS["llama-134m"]), Setting(mode="bf16-sr", states_on="host"), passes).peak / GIB
-    assert f"{peak:.2f}" in shown.splitlines()[-3]
+    assert f"{peak:.2f}" in shown.splitlines()[-4]
+
+
+def test_memory_of_a_run_says_what_is_not_estimated(tmp_path, capsys):
+    def of(*more: str) -> int:
+        common = ("model.preset=llama-134m", "model.vocab=32000", "precision.mode=bf16-sr")
+        (tmp_path / "config.toml").write_text(configs.dumps(configs.override(Config(), [*common, *more])))
+        return cli.main(["memory", str(tmp_path), "--json"])
+
+    qat = ("model.weights=a", "qat.format=mxfp4", "qat.teacher=a")
+    assert of("parallel.checkpointing=full", "precision.gradients=fp32", *qat) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["passes"]["checkpointing"] == "full"
+    assert found["left_out"] == ["qat.format", "qat.teacher"]
+    setting, passes = Setting(mode="bf16-sr", gradients="fp32"), StepPasses(**found["passes"])
+    assert found["estimates"]["this run"]["peak_bytes"] == estimate(shape_of(PRESETS["llama-134m"]), setting, passes).peak
+    assert of("precision.gradients=bf16-sr") == 0
+    assert json.loads(capsys.readouterr().out)["left_out"] == []
+    assert of("lora.rank=4", "model.weights=a") == 2
+    assert "trains adapters (lora.rank=4)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

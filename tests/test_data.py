@@ -30,7 +30,9 @@ from dither.data import loader as loading
 from dither.data import open_tokens, prepare, tokens
 from dither.data import text as texts
 from dither.data import tokens as tokens_module
+from dither.data.corpus import open_text
 from dither.data.tokens import Shard, verify_shards
+from dither.exporting.tokenizer_files import tokenizer_json
 
 MANIFEST = "dither-tokens.json"
 DOCUMENTS = [f"Document {i}: naïve café, {i * i} wörds.\nSecond line {'x' * (i % 7)}\n" for i in range(120)]
@@ -543,6 +545,13 @@ def test_no_document_can_end_another(folder, tmp_path):
     assert corpus.skipped == {"spelling the end token": 1}
     for part in (corpus.train, corpus.held_out):
         assert (part.read(0, len(part)) == tokenizer.end).sum() == part.counts.documents
+
+
+def test_tokens_of_bytes_are_those_of_an_exported_tokenizer(corpus, tmp_path, bpe):
+    prepared, exported = (str(corpus.folder),), data.Tokenizer(tokenizer_json(data.BYTES))
+    assert open_text(prepared, tmp_path, exported).sha256 == corpus.sha256
+    with pytest.raises(UserError, match="made by another tokenizer"):
+        open_text(prepared, tmp_path, bpe)
 
 
 def test_held_out_sources_of_their_own(folder, tmp_path):

@@ -29,6 +29,7 @@ def _beside_the_examples(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
 
 
+@pytest.mark.filterwarnings("error::dither.errors.PerformanceWarning")
 @pytest.mark.parametrize("name", FIGURES)
 def test_an_example_runs_and_draws(name, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--steps", "8", "--plot", str(tmp_path / "figure.svg")])

@@ -11,7 +11,7 @@ import torch
 from dither import LayerPrecision, Plan, UserError, checkpoint, cli, fake_quantize, recipe
 from dither.console import to_json
 from dither.data import open_corpus
-from dither.models import build, save_pretrained
+from dither.models import build, open_model, save_pretrained
 from dither.spec import Cast
 from dither.tools import bisect as lockstep
 from dither.tools import inspect
@@ -89,6 +89,25 @@ def test_updates_of_weights_in_codes_are_those_of_the_monitor(text, tmp_path):
     assert {update["format"] for update in found.values()} == {"e4m3"}
 
 
+def test_updates_of_a_run_whose_noise_has_ended(run, text, tmp_path):
+    more = ("run.steps=2", f'run.out="{tmp_path / "run"}"', "optim.lr=1e-3", "qat.format=mxfp4", "qat.noise_until=0.5")
+    outcome = train(configs.override(Config(), settings(text, f'model.weights="{run}"', *more)))
+    found = inspect.inspect(outcome.folder, [Cast("e4m3")])
+    assert [layer.update.format for layer in found.layers] == 14 * ["fp32"]
+
+
+def test_adapters_are_inspected_in_the_merged_weights(run, text, tmp_path):
+    more = ("run.steps=2", f'run.out="{tmp_path / "run"}"', "lora.rank=2", "optim.lr=1e-2", "precision.recipe=fp8-block")
+    outcome = train(configs.override(Config(), settings(text, f'model.weights="{run}"', *more)))
+    found = inspect.inspect(outcome.folder, [Cast("e4m3")])
+    merged = open_model(outcome.folder).model
+    assert {each.name: each.amax for each in found.layers} == {
+        each.name: merged.get_submodule(each.name).weight.abs().max().item() for each in found.layers
+    }
+    assert (len(found.layers), found.step) == (14, 2)
+    assert "adapters" in found.note
+
+
 def test_the_table_and_a_model_of_hugging_face(tmp_path, capsys):
     model = build("tiny", vocab_size=257, seed=1)
     with torch.no_grad():
@@ -156,10 +175,13 @@ def jobs(text):
     common = configs.override(Config(), settings(text, "run.steps=20"))
     with joined("cpu") as ranks:
         corpus = open_corpus(common.data, text.parent)
-        yield lambda *names: [
-            Trainer(replace(common, precision=precision_or_plan(name, common.precision.states)), corpus, ranks)
-            for name in names
-        ]
+
+        def of(*names: str, **optim) -> list[Trainer]:
+            config = replace(common, optim=replace(common.optim, **optim))
+            precisions = [precision_or_plan(name, config.precision) for name in names]
+            return [Trainer(replace(config, precision=precision), corpus, ranks) for precision in precisions]
+
+        yield of
 
 
 def quiet(_: str) -> None:
@@ -176,6 +198,36 @@ def test_equal_precisions_never_differ_and_weights_are_set_anew(jobs):
     free = jobs("fp32", "bf16-pure")
     lockstep.bisect(*free, names=("a", "b"), steps=2, free=True, tell=quiet)
     assert (free[0].model.lm_head.weight - free[1].model.lm_head.weight.float()).norm() > apart
+
+
+@pytest.mark.parametrize(
+    ("names", "most"),
+    [
+        (("o2", "o2"), 0.0),
+        (("o2", "o2-split"), 0.0),
+        (("bf16-24", "bf16-24"), 0.0),
+        (("bf16-kahan", "bf16-kahan"), 2**-7),  # a weight and its remainder have more bits than float32
+        (("fp32", "o2"), 0.2),
+    ],
+)
+def test_updates_are_those_of_wide_weights(jobs, names, most):
+    found = lockstep.bisect(*jobs(*names, lr=1e-5), names=names, steps=3, tell=quiet)
+    assert found.steps == 3
+    assert max(each.local for each in found.differences if each.product == "update") <= most
+
+
+def test_both_precisions_keep_what_their_names_do_not_set(text, monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr("dither.train.trainer.Trainer", lambda config, *_: seen.append(config.precision))
+    monkeypatch.setattr(lockstep, "bisect", lambda *_, **__: lockstep.Bisection("a", "b", 1, None, (), ()))
+    fields = ("precision.output=fp8-current", "precision.gradients=bf16", "precision.sampling.b_target=3")
+    arguments = ("bisect", "--b", "o1+gaussws:od", "--set", *settings(text, *fields))
+    assert cli.main([*arguments]) == 0
+    assert [(each.output, each.gradients) for each in seen] == 2 * [("fp8-current", "bf16")]
+    assert (seen[0].sampling, seen[1].sampling.b_target) == (None, 3)
+    stored = settings(text, "precision.weights=fp8", "precision.recipe=fp8-current", "precision.mode=bf16-sr")
+    assert cli.main(["bisect", "--b", "o1", "--set", *stored]) == 2
+    assert "which precision.weights leaves out: remove it" in capsys.readouterr().err
 
 
 def test_weights_that_are_not_finite_and_a_given_bound(jobs):
@@ -200,8 +252,10 @@ def test_bounds():
 
 def test_arms_and_mistakes(jobs, text, capsys):
     common = Config()
-    assert (precision_or_plan("o1+plan.json").plan, precision_or_plan("plan.json").mode) == ("plan.json", "auto")
-    assert precision_or_plan("gaussws:od") == replace(precision_or_plan("o1+gaussws:od"), mode="auto")
+    given = replace(common.precision, gradients="bf16", output="fp8-current", states="dynamic8")
+    assert precision_or_plan("o1+plan.json", given) == replace(given, mode="o1", plan="plan.json")
+    assert precision_or_plan("plan.json", given) == replace(given, plan="plan.json")
+    assert precision_or_plan("gaussws:od", given) == replace(precision_or_plan("o1+gaussws:od", given), mode="auto")
     for arguments, said in (
         (("--b", "fp9"), "There is no precision 'fp9'"),
         (("--b", "a.json+b.json"), "names two plans"),

@@ -298,10 +298,12 @@ def test_the_update_of_a_weight_in_codes_is_compared_with_the_spacing_of_its_cod
     assert update.ratio == pytest.approx(typical, rel=0.01)
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "kahan"])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "kahan", "nearest with feedback"])
 def test_stagnation_and_its_warning(rounding):
     model = net(dtype=torch.bfloat16)
-    optimizer = AdamW(model.named_parameters(), lr=1e-2, weights=rounding)
+    weights, _, feedback = rounding.partition(" ")
+    options = {"error_feedback": True, "states": "fp32"} if feedback else {}
+    optimizer = AdamW(model.named_parameters(), lr=1e-2, weights=weights, **options)
     said: list[str] = []
     monitor = Monitor(model, optimizer, every=1, tell=said.append)
     shares = []

@@ -214,9 +214,9 @@ def test_a_plan_prints_as_a_table():
         "all others   uncast      uncast                      uncast",
         "compute bf16; parameters bf16; fp32 master copy",
     ]
-    assert str(Plan(provenance={"recipe": "none"})).splitlines()[1:] == [
+    assert str(Plan(provenance={"recipe": "none", "harm": 2.88658203101263e-07, "step": 12345})).splitlines()[1:] == [
         "all     left alone",
-        "compute fp32; parameters as they are; recipe: none",
+        "compute fp32; parameters as they are; recipe: none; harm: 2.89e-07; step: 12345",
     ]
 
 

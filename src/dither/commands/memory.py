@@ -14,6 +14,7 @@ from dither.commands.arguments import Json
 from dither.console import print_result, print_table, print_text
 from dither.data.settings import TOKENS
 from dither.errors import UserError
+from dither.models.sizes import PRESETS
 from dither.spec.optimizer import stores
 from dither.spec.recipes import MEASURED, recipe_name
 from dither.spec.recipes import recipe as recipe_named
@@ -100,7 +101,7 @@ def memory(
         batch=own.batch if batch is None else batch,
         sequence=own.sequence if sequence is None else sequence,
         number=2 if accumulate else own.number,
-        checkpointing="full" if checkpointing else "none",
+        checkpointing="full" if checkpointing else own.checkpointing,
     )
     columns = _columns(mode, recipe, states, None if run is None else run.setting)
     for name, each in columns.items() if weights is not None else ():
@@ -130,12 +131,15 @@ def memory(
     def in_words() -> None:
         title = f"{shape.parameters:,} parameters, {passes.batch} x {passes.sequence} tokens per pass: GiB"
         _print(title, estimates, batches, place)
+        if left_out:
+            print_text(f"\nNot estimated: {', '.join(left_out)} of this run.")
         if shortage := _host_shortage(estimates, cpu_here().memory):
             print_text(f"\n{shortage}")
         if place is not None and best is not None:
-            _print_recommendation(place, best)
+            _print_recommendation(place, best, _training(model, is_run=run is not None))
 
-    found = {"parameters": shape.parameters, "passes": passes, "estimates": estimates}
+    left_out = () if run is None else run.left_out
+    found = {"parameters": shape.parameters, "passes": passes, "estimates": estimates, "left_out": left_out}
     there = {"gpu": place, "largest_batch": batches, "recommended": best}
     print_result({**found, **there}, in_words, json=json)
     return 0
@@ -148,6 +152,8 @@ class _RunShape:
     shape: Shape
     setting: Setting
     passes: StepPasses
+    left_out: tuple[str, ...]
+    """Fields of its config that need memory which is not estimated."""
 
 
 def _run_of(model: str | None) -> _RunShape | None:
@@ -158,6 +164,11 @@ def _run_of(model: str | None) -> _RunShape | None:
         return None
     folder = Path(model)
     config = configs.load(folder / CONFIG)
+    if config.lora.rank is not None:
+        raise UserError(
+            f"The run {model!r} trains adapters (lora.rank={config.lora.rank}), and whole models are estimated here: name its "
+            "model to estimate that."
+        )
     vocab = config.model.vocab or (_words(config, folder) if config.model.hf is None else None)
     shape = shape_of_section(config.model, vocab)
     precision, data = config.precision.resolved(bf16=True), config.data
@@ -169,6 +180,7 @@ def _run_of(model: str | None) -> _RunShape | None:
         precision=default,
         states=precision.states,
         weights=precision.weights,
+        gradients="bf16" if precision.gradients == "bf16-sr" else precision.gradients,  # type: ignore[arg-type]
         chunked_logits=precision.logits == "chunked",
         optimizer=config.optim.optimizer,
         sampling="none" if sampling is None else "recomputed" if sampling.recompute else "kept",
@@ -178,8 +190,21 @@ def _run_of(model: str | None) -> _RunShape | None:
         watched=config.oscillation.start is not None,
         memory=precision.memory,
     )
-    number = 1 if data.micro_batch in (None, data.batch) else 2
-    return _RunShape(shape, setting, StepPasses(batch=data.micro_batch or data.batch, sequence=data.sequence, number=number))
+    passes = StepPasses(
+        batch=data.micro_batch or data.batch,
+        sequence=data.sequence,
+        number=1 if data.micro_batch in (None, data.batch) else 2,
+        checkpointing=config.parallel.checkpointing,
+    )
+    qat, parallel = config.qat, config.parallel
+    others = {
+        "precision.output": precision.output is not None,
+        "qat.format": qat.format is not None,
+        "qat.noise_until": qat.noise_until > 0,
+        "qat.teacher": qat.teacher is not None,
+        **{f"parallel.{name}": getattr(parallel, name) > 1 for name in ("dp_shard", "tp", "pp")},
+    }
+    return _RunShape(shape, setting, passes, tuple(name for name, there in others.items() if there))
 
 
 def _words(config: configs.Config, folder: Path) -> int:
@@ -239,12 +264,21 @@ def _host_shortage(estimates: Mapping[str, MemoryEstimate], memory: int) -> str:
     return f"States in host memory need {most / GIB:.1f} GiB of it, and this machine has {memory / GIB:.1f} GiB."
 
 
-def _print_recommendation(gpu: Gpu, best: Recommendation) -> None:
+def _training(model: str | None, *, is_run: bool) -> list[str]:
+    """Return the beginning of the command that trains a model, up to its settings; of no model, only their flag."""
+    if model is None:
+        return ["--set"]
+    if is_run:
+        return ["dither", "train", str(Path(model) / CONFIG), "--set"]
+    return ["dither", "train", "--set", f"model.{'preset' if model in PRESETS else 'hf'}={model}"]
+
+
+def _print_recommendation(gpu: Gpu, best: Recommendation, training: Sequence[str]) -> None:
     from dither.tools.memory import GIB
 
     print(f"\nOn {gpu.name} ({gpu.usable / GIB:.0f} GiB usable): {best if best.batch else 'does not fit'}")
     if best.batch:
         peak = best.estimate.peak / GIB
-        print(f"  up to {best.batch} sequences per pass, {peak:.1f} GiB: dither train --set {shlex.join(best.settings)}")
+        print(f"  up to {best.batch} sequences per pass, {peak:.1f} GiB: {shlex.join([*training, *best.settings])}")
     for reason in best.reasons:
         print_text(f"  {reason}")

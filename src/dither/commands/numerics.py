@@ -123,8 +123,11 @@ def bisect(
     common = configs.override(BASE if base is None else configs.load(base), set)
     if not 1 <= steps <= common.run.steps:
         raise UserError(f"--steps is from 1 to run.steps={common.run.steps}, not {steps}.")
+    for field, given in (("precision.weights", common.precision.weights), ("lora.rank", common.lora.rank)):
+        if given is not None:
+            raise UserError(f"dither bisect compares the training of whole weights, which {field} leaves out: remove it.")
     both = [
-        replace(common, precision=precision_or_plan(name, common.precision.states), run=replace(common.run, compile=False))
+        replace(common, precision=precision_or_plan(name, common.precision), run=replace(common.run, compile=False))
         for name in (a, b)
     ]
     with joined(common.run.device) as ranks, tempfile.TemporaryDirectory(prefix="dither-bisect-") as folder:

@@ -12,7 +12,7 @@ from dither.data.chat import load_template
 from dither.data.preparation import prepare
 from dither.data.settings import TOKENS, Data
 from dither.data.text import STDLIB
-from dither.data.tokenizer import Tokenizer, load_tokenizer
+from dither.data.tokenizer import Tokenizer, load_tokenizer, same_tokens
 from dither.data.tokens import Corpus, is_prepared, open_tokens, prepared_folder
 from dither.errors import UserError
 
@@ -80,7 +80,7 @@ def open_text(sources: tuple[str, ...], folder: Path, tokenizer: Tokenizer, *, w
     """
     if prepared := prepared_folder(sources):
         corpus = open_tokens(prepared)
-        if corpus.tokenizer.sha256 != tokenizer.sha256:
+        if not same_tokens(corpus.tokenizer, tokenizer):
             raise UserError(
                 f"The tokens in {sources[0]!r} were made by another tokenizer than that of the model: name the text itself."
             )

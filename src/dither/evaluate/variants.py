@@ -15,6 +15,7 @@ from dither.console import Stage, silent
 from dither.data import Corpus, Tokenizer, load_tokenizer
 from dither.data.corpus import Once, here, open_corpus, open_text
 from dither.data.settings import Data
+from dither.data.tokenizer import same_tokens
 from dither.errors import UserError
 from dither.evaluate.deployment import SLACK, deploy, parse_cast, plan_from_bitwidths
 from dither.evaluate.estimates import Estimate, paired
@@ -257,17 +258,9 @@ def parse_plan(text: str) -> Plan:
 
 def _on_text_of(subject: Subject, other: Subject) -> Subject:
     """Return another model with the text of the first one, if both have the same tokens."""
-    if _same_tokens(subject.tokenizer, other.tokenizer) and subject.corpus is not None:
+    if same_tokens(subject.tokenizer, other.tokenizer) and subject.corpus is not None:
         return replace(other, corpus=subject.corpus, sequence=subject.sequence, batch=subject.batch)
     return other
-
-
-def _same_tokens(first: Tokenizer, second: Tokenizer) -> bool:
-    if (first.vocab_size, first.end) != (second.vocab_size, second.end):
-        return False
-    # A run with tokens of bytes has no tokenizer.json, and its exported folder has one that gives the same tokens.
-    probe = "".join(map(chr, range(256)))
-    return first.sha256 == second.sha256 or (first.vocab_size == 257 and first.encode(probe) == second.encode(probe))
 
 
 @contextmanager

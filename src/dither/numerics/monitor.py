@@ -100,7 +100,7 @@ class WeightUpdate:
     format: str
     """Format of the weight, or of its float32 master."""
     rounding: str
-    """Rounding of the optimizer: nearest, stochastic or kahan."""
+    """Rounding of the optimizer: nearest, stochastic or kahan; "with feedback" if the moment gets what it loses."""
     ratio: float | None
     """Median of |update| / spacing; None if all updates are zero."""
     stagnant: float
@@ -434,7 +434,7 @@ class LastUpdate(NamedTuple):
     format: Format
     """The format that updates are accumulated in."""
     rounding: str
-    """The rounding of the weight: nearest, stochastic or kahan."""
+    """The rounding of the weight, as in `WeightUpdate`."""
 
 
 def last_update(optimizer: torch.optim.Optimizer, parameter: Tensor, group: Mapping[str, Any]) -> LastUpdate:
@@ -446,7 +446,7 @@ def last_update(optimizer: torch.optim.Optimizer, parameter: Tensor, group: Mapp
         wide = stored.master or coded is not None
         w = optimizer.wide_weight(parameter) if wide else local(parameter.detach())
         if coded is not None or w.dtype != torch.float32:
-            rounding = stored.weights
+            rounding = f"{stored.weights} with feedback" if stored.error_feedback else stored.weights
     else:
         w = local(parameter.detach())
         m, v = (local(state[key]).float() for key in ("exp_avg", "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"))

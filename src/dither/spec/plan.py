@@ -318,7 +318,8 @@ class Plan:
         rest = [f"compute {self.compute}", f"parameters {self.parameters or 'as they are'}"]
         rest += [f"the last {self.spare_last:.0%} of the blocks uncast"] * bool(self.spare_last)
         rest += ["fp32 master copy"] * self.master + ["loss scaling"] * self.loss_scaling
-        rest += [f"{key}: {value}" for key, value in self.provenance.items()]
+        origin = {key: f"{value:.3g}" if isinstance(value, float) else value for key, value in self.provenance.items()}
+        rest += [f"{key}: {value}" for key, value in origin.items()]
         return "\n".join([*aligned(rows), "; ".join(rest)])
 
 

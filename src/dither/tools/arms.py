@@ -9,7 +9,7 @@
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -152,16 +152,20 @@ def precision_of(name: str, base: Precision | None = None) -> Precision:
     >>> precision_of("fp8-block").mode, precision_of("bf16-sr+fp8-block").mode, precision_of("gaussws:od").sampling.parts
     ('auto', 'bf16-sr', 'od')
     """
-    base = base or Precision()
+    return _named(name, name.split("+"), base or Precision())
+
+
+def _named(name: str, parts: Sequence[str], base: Precision, plan: str | None = None) -> Precision:
+    """Return the precision of the parts of a name, with a plan's file if it is given."""
     found: dict[str, Any] = {}
-    for part in name.split("+"):
+    for part in parts:
         kind, value = _setting(part, base.sampling or Sampling())
         if kind in found:
             raise UserError(
                 f"{name!r} names two of one kind, the second is {part!r}: combine one recipe, one mode and one sampling."
             )
         found[kind] = value
-    return replace(base, **{"mode": AUTO, "recipe": None, "plan": None, "schedule": (), "sampling": None, **found})
+    return replace(base, **{"mode": AUTO, "recipe": None, "plan": plan, "schedule": (), "sampling": None, **found})
 
 
 def _setting(part: str, sampling: Sampling) -> tuple[str, str | Sampling]:
@@ -183,20 +187,18 @@ def _setting(part: str, sampling: Sampling) -> tuple[str, str | Sampling]:
     raise UserError(f"There is no precision {part!r:.80}{did_you_mean(part, known)}: choose from {', '.join(known)}.")
 
 
-def precision_or_plan(name: str, states: str | None = None) -> Precision:
+def precision_or_plan(name: str, base: Precision) -> Precision:
     """Return the precision of a name: as `dither compare` reads it, or with a plan's file in place of a recipe.
 
-    >>> precision_or_plan("bf16-sr+plan.json").plan, precision_or_plan("bf16-sr+plan.json").mode
-    ('plan.json', 'bf16-sr')
+    >>> precision = precision_or_plan("bf16-sr+plan.json", Precision(states="dynamic8"))
+    >>> precision.plan, precision.mode, precision.states
+    ('plan.json', 'bf16-sr', 'dynamic8')
     """
-    plans = [part for part in name.split("+") if part.endswith(".json")]
-    if not plans:
-        return replace(precision_of(name), states=states)
-    others = [part for part in name.split("+") if part not in plans]
+    parts = name.split("+")
+    plans = [part for part in parts if part.endswith(".json")]
     if len(plans) > 1:
         raise UserError(f"{name!r} names two plans: name only one.")
-    base = precision_of("+".join(others)) if others else Precision()
-    return replace(base, plan=plans[0], states=states)
+    return _named(name, [part for part in parts if part not in plans], base, *plans)
 
 
 # Fields ---------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Two precisions in lockstep: the same model, data, seeds and weights, to find the layer and step where they diverge.
 
-A is the reference. In each step, B's weights are set to A's. Then, micro-batch by micro-batch,
+A is the reference. In each step, B's weights are set to A's, with their masters. Then, micro-batch by micro-batch,
 
     1. A runs forward and backward, and the operands of every linear layer are kept: x, and dy, the gradient of its output
     2. each layer of A and of B computes its three products on those same operands, y = x W^T, dx = dy W and dw = dy^T x: the
@@ -234,14 +234,14 @@ class _Pair:
             for trainer in (a, b):
                 if trainer.guided:
                     trainer.training.backward(bitwidth_loss(trainer.model))
-        before = {name: (x.weight.detach().clone(), y.weight.detach().clone()) for name, (x, y) in self.layers.items()}
+        before = {name: [weight.clone() for weight in self._wide_weights(name)] for name in self.layers}
         for trainer in (a, b):
             trainer.set_lr()
             trainer.training.step()
             trainer.done += 1
-        for name, (x, y) in self.layers.items():
-            first, second = before[name]
-            _add(sums, (name, "update", "local"), x.weight.detach().float() - first, y.weight.detach().float() - second.float())
+        for name, old in before.items():
+            first, second = (now - then for now, then in zip(self._wide_weights(name), old, strict=True))
+            _add(sums, (name, "update", "local"), first, second)
         keys = list(sums)
         numbers = torch.stack([torch.stack(sums[key]) for key in keys]).tolist()  # the only synchronization
         relative = {key: math.sqrt(total / max(rows, 1)) for key, (total, rows) in zip(keys, numbers, strict=True)}
@@ -255,20 +255,19 @@ class _Pair:
         return seen, (mean[0], mean[1])
 
     def set_weights(self) -> None:
-        """Copy the weights of A to B, rounded to the format of B, and the master weights."""
+        """Copy the weights of A to B, rounded to the format of B, and what optimizers keep beside them."""
         theirs = dict(self.b.model.named_parameters())
-        with torch.no_grad():
-            for name, parameter in self.a.model.named_parameters():
-                if name in theirs and theirs[name].shape == parameter.shape:
-                    theirs[name].copy_(parameter)
-                    state = self.b.training.optimizer.state.get(theirs[name], {})
-                    if "master" in state:
-                        wide = parameter.float()
-                        state["master"].copy_(wide if state["master"].shape == wide.shape else wide.T)
-                    elif "master_low" in state:
-                        state["master_low"].zero_()
-                        if "exp_avg_sq" in state:  # not of Muon's matrices
-                            state["exp_avg_sq"].abs_()
+        for name, parameter in self.a.model.named_parameters():
+            if name in theirs and theirs[name].shape == parameter.shape:
+                wide = self.a.training.optimizer.wide_weight(parameter)
+                self.b.training.optimizer.write_weight(theirs[name], wide, torch.ones_like(wide, dtype=torch.bool))
+
+    def _wide_weights(self, name: str) -> list[Tensor]:
+        """Return the float32 weights of a layer of A and B."""
+        return [
+            trainer.training.optimizer.wide_weight(layer.weight)
+            for trainer, layer in zip((self.a, self.b), self.layers[name], strict=True)
+        ]
 
     def _pass(self, trainer: Trainer, part: Batch, keep: Callable[..., None]) -> Tensor:
         """Run forward and backward of a micro-batch; `keep` gets the operands of every layer."""

@@ -116,7 +116,10 @@ def inspect(path: str | Path, casts: Sequence[Cast], stage: Stage = silent) -> I
         note, updates = _updates(plain, {**tensors, **coded})
         tensors = {**tensors, **{name: weight.numbers().bfloat16() for name, weight in coded.items()}}
         weights = [each._replace(update=updates.get(each.name)) for each in _of_checkpoint(where, tensors, plain)]
-        if count := sum(f".{experts.NAME}." in name for name in plain["layers"]):
+        if not weights:  # the checkpoint has adapters alone
+            weights = list(_of_model(open_model(found).model))
+            note = "The weights are merged with their adapters, whose updates are not shown."
+        elif count := sum(f".{experts.NAME}." in name for name in plain["layers"]):
             left = f"{count} matrices of experts are not inspected: export the run in BF16, and inspect that folder."
             note = f"{note} {left}".strip()
     return InspectedModel(str(where), int(plain["step"]), _all_inspected(weights, casts, stage), note)
@@ -222,7 +225,7 @@ def _optimizer(plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple
     groups = [
         {
             **{key: value for key, value in group.items() if key in MEANING},
-            "params": [(name, nn.Parameter(tensors[f"model:{same.get(name, name)}"])) for name in group["params"]],
+            "params": [(name, nn.Parameter(tensors[_stored_name(same.get(name, name), tensors)])) for name in group["params"]],
         }
         for group in saved
     ]
@@ -235,6 +238,12 @@ def _optimizer(plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple
     optimizer = kind(groups) if known is None else AdamMini(groups, known)
     optimizer.load_state_dict(optimizer_state(optimizer, LoadedTensors(tensors), plain["optimizer"]))
     return optimizer, ""
+
+
+def _stored_name(name: str, tensors: Mapping[str, Tensor]) -> str:
+    """Return the name of a parameter in a checkpoint, where bitwidths of disabled samplings are apart."""
+    layer, _, key = name.rpartition(".")
+    return f"model:{name}" if f"model:{name}" in tensors else f"resting:{layer}:{key}"
 
 
 def _sizes(config: Config, tensors: Mapping[str, Tensor]) -> Any:
