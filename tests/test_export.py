@@ -700,6 +700,44 @@ def test_a_run_is_exported_with_its_tokenizer_and_losses(run, tmp_path, capsys):
     assert "exported by Dither in the format `fp8-dynamic`" in (tmp_path / "out" / "README.md").read_text()
 
 
+@pytest.fixture(scope="module")
+def stored(text, tmp_path_factory):
+    """A run whose weights are stored in FP8."""
+    return run_of(text, tmp_path_factory.mktemp("run") / "stored", mode="bf16-sr", recipe="fp8-block", weights="fp8")
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp16", "gguf-f16"])
+def test_a_model_with_weights_stored_in_fp8_is_exported_as_its_run(format, stored, tmp_path, capsys):
+    model, plain = open_model(stored, as_trained=True).model, tmp_path / "run"
+    said(capsys, "export", stored, "-o", plain, "--format", format)
+    dither.export(model, tmp_path / "model", format=format)
+    if format == "gguf-f16":
+        pairs = zip(*(gguf.GGUFReader(path).tensors for path in (plain, tmp_path / "model")), strict=True)
+        assert all(a.name == b.name and np.array_equal(a.data, b.data) for a, b in pairs)
+    else:
+        weights = "model.safetensors"
+        assert (plain / weights).read_bytes() == (tmp_path / "model" / weights).read_bytes()
+
+
+def test_a_model_with_weights_stored_in_fp8_is_saved_and_cast_to_few_bits(stored, tmp_path):
+    trained, plain = open_model(stored, as_trained=True).model, open_model(stored).model
+    save_pretrained(trained, tmp_path / "saved")
+    saved = load_pretrained(tmp_path / "saved")
+    assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), plain.parameters(), strict=True))
+    for name, model in (("trained", trained), ("plain", plain)):
+        dither.export(model, tmp_path / name, format="mxfp4")
+    assert (tmp_path / "trained/model.safetensors").read_bytes() == (tmp_path / "plain/model.safetensors").read_bytes()
+
+
+def test_a_model_without_a_tensor_of_its_config_is_refused(tmp_path):
+    model = build(LlamaConfig(hidden_size=128, intermediate_size=256, **SIZES))
+    torch.nn.utils.parametrizations.weight_norm(model.get_submodule("model.layers.0.mlp.up_proj"))
+    for write in (dither.export, save_pretrained):
+        with pytest.raises(UserError, match=r"has no tensor 'model\.layers\.0\.mlp\.up_proj\.weight'"):
+            write(model, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_auto_exports_the_learned_bitwidths_of_a_run(sampled, tmp_path, capsys):
     found = json.loads(said(capsys, "export", sampled, "-o", tmp_path / "four", "--format", "auto", "--slack", 2.1, "--json"))
     assert {layer["format"] for layer in found["layers"]} == {"nvfp4", "bf16"}
