@@ -6,11 +6,12 @@ import shutil
 
 import numpy as np
 import pytest
+import runs
 import safetensors.torch
 import torch
 from exported import SIZES, TOKENS, trained
 from lazily import Lazy
-from runs import said, trained_run
+from runs import said, tensors_of, trained_run
 
 import dither
 from dither import Plan, UserError
@@ -24,6 +25,7 @@ from dither.models import LlamaConfig, build, generate, hf, load_pretrained, ope
 from dither.models.open import Opened, load_weights
 from dither.models.sizes import Model
 from dither.spec import Cast, LayerPrecision, Sampling
+from dither.train.loop import train
 
 transformers = Lazy("transformers")
 
@@ -653,6 +655,54 @@ def test_a_run_or_checkpoint_is_loaded_like_a_model(text, run, sampled, tmp_path
         older = open_model(min((folder / "checkpoints").iterdir())).model
         assert not torch.equal(older.embedding.weight, model.embedding.weight)
     assert open_model(run).model.embedding.weight.dtype == torch.bfloat16
+
+
+SMALL = ("model.layers=1", "model.width=32", "model.heads=2", "run.steps=2")
+
+
+def weights_of(text, out, *changes):
+    """Return the weights of a run, as it is opened and as a model to train on, and the tensors of its checkpoint."""
+    train(runs.config_of(text, out, SMALL, *changes))
+    model = open_model(out).model
+    load_weights(other := build(model.config, dtype=torch.float32), out)
+    opened = dict(model.named_parameters())
+    assert all(torch.equal(opened[name], weight) for name, weight in other.named_parameters())
+    return opened, tensors_of(out, 2)
+
+
+def test_split_masters_are_read_like_those_of_o2(text, tmp_path):
+    (o2, saved), (split, _) = (weights_of(text, tmp_path / mode, f"precision.mode={mode}") for mode in ("o2", "o2-split"))
+    assert all(torch.equal(weight, split[name]) and split[name].dtype == torch.float32 for name, weight in o2.items())
+    assert all(torch.equal(split[name].bfloat16(), saved[f"model:{name}"].bfloat16()) for name in split)
+    assert not torch.equal(split["lm_head.weight"], saved["model:lm_head.weight"].float())
+
+
+@pytest.mark.parametrize(
+    "options", ["optim.optimizer=adamw", "precision.states=dynamic8", "optim.optimizer=muon", "optim.optimizer=adam-mini"]
+)
+def test_masters_of_24_bits_are_read(options, text, tmp_path):
+    weights, saved = weights_of(text, tmp_path / "run", "precision.mode=bf16-24", options)
+    for name in ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"):
+        upper, low = saved[f"model:{name}"].view(torch.int16), saved[f"optimizer:{name}:master_low"]
+        bits = upper.numpy().astype(np.int64) * 2**16 + low.numpy().astype(np.int64) * 2**8
+        assert np.array_equal(weights[name].detach().numpy().view(np.int32), bits)
+
+
+def test_remainders_of_kahan_are_read(text, tmp_path):
+    weights, saved = weights_of(text, tmp_path / "run", "precision.mode=bf16-kahan")
+    for name in ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"):
+        assert (remainder := saved[f"optimizer:{name}:remainder"].float()).any()
+        assert torch.equal(weights[name], saved[f"model:{name}"].float() + remainder)
+
+
+def test_masters_of_adam_mini_are_turned_back(text, tmp_path):
+    """Its states of GPT-2's matrices, also square ones, are transposed."""
+    changes = ("model.preset=gpt2-124m", "optim.optimizer=adam-mini", "precision.mode=o2")
+    weights, saved = weights_of(text, tmp_path / "run", *changes)
+    assert all(weight.dtype == torch.float32 for weight in weights.values())
+    assert all(torch.equal(weight.bfloat16(), saved[f"model:{name}"].bfloat16()) for name, weight in weights.items())
+    square = "transformer.h.0.attn.c_proj.weight"
+    assert torch.equal(weights[square].T, saved[f"optimizer:{square}:master"])
 
 
 def test_a_run_of_a_model_of_transformers_is_loaded(text, tmp_path):
