@@ -779,6 +779,18 @@ def test_a_model_with_weights_stored_in_fp8_is_saved_and_cast_to_few_bits(stored
     assert (tmp_path / "trained/model.safetensors").read_bytes() == (tmp_path / "plain/model.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize("format", ["auto", "fp8-block", "fp8-dynamic", "mxfp8"])
+def test_weights_stored_in_fp8_keep_their_numbers_in_fp8(format, stored, tmp_path, capsys):
+    record = json.loads(said(capsys, "export", stored, "-o", tmp_path / "run", "--format", format, "--check", "--json"))
+    dither.export(open_model(stored, as_trained=True).model, tmp_path / "model", format=format)
+    tensors, plain = read(tmp_path / "run"), open_model(stored).model
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in read(tmp_path / "model").items())
+    layers = {layer["name"]: layer["format"] for layer in record["layers"] if layer["format"] != "bf16"}
+    assert set(layers.values()) == {"fp8-block" if format == "auto" else format}
+    for layer, used in layers.items():
+        assert torch.equal(by_hand(tensors, layer, used), plain.get_parameter(f"{layer}.weight").float())
+
+
 def test_a_model_without_a_tensor_of_its_config_is_refused(tmp_path):
     model = build(LlamaConfig(hidden_size=128, intermediate_size=256, **SIZES))
     torch.nn.utils.parametrizations.weight_norm(model.get_submodule("model.layers.0.mlp.up_proj"))

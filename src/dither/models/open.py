@@ -349,7 +349,7 @@ def _weight(
     It is that of the `masters` if there are any, and the numbers of codes; of a weight that is like a DTensor, its part.
     """
     home = model.get_submodule(name.rpartition(".")[0])
-    # The update of Adam-mini, and its state, has the outputs of each matrix in rows; only embeddings are stored so as well.
+    # Adam-mini's state has the outputs of a matrix in rows.
     transposed = is_transposed(home) and not isinstance(home, nn.Embedding)
     numbers = _numbers(saved, names[name], like, _beside(saved, names[name]) if masters else {}, transposed)
     if (clip := clip_name(name)) not in names:
