@@ -29,6 +29,14 @@ def learned(b_t: torch.Tensor = B_T, **options) -> nn.Sequential:
     return model
 
 
+def stored() -> nn.Sequential:
+    """A model whose weights are stored in FP8."""
+    model = nn.Sequential(nn.Linear(64, 64))
+    dither.convert(model, "fp8-current")
+    dither.nn.store_weights(model)
+    return model
+
+
 # What was learned
 
 
@@ -208,7 +216,14 @@ def test_transposed_weights_are_scaled_along_the_products_axis():
             "layer '0' has learned a bitwidth that is negative.*-1",
         ),
         (lambda: deploy(learned(), "fp8"), "deploy takes a Plan that casts weights, not 'fp8'"),
-        (lambda: deploy(learned(), Plan(default=LayerPrecision())), "The plan casts no weight of Sequential"),
+        (
+            lambda: deploy(learned(), Plan(default=LayerPrecision())),
+            "The plan casts no weight of Sequential: give its",
+        ),
+        (
+            lambda: deploy(stored(), Plan(default=LayerPrecision.of(weight="mxfp4"))),
+            r"of Sequential: 0: its weight exists only as codes, and restore_weights\(model\) gives it an ordinary one\.",
+        ),
         (lambda: deploy(learned(), Plan(layers=(("9", LayerPrecision.of(weight="mxfp4")),))), "matches no linear layer"),
     ],
 )

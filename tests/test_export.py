@@ -6,11 +6,12 @@ import shutil
 
 import numpy as np
 import pytest
+import runs
 import safetensors.torch
 import torch
 from exported import SIZES, TOKENS, trained
 from lazily import Lazy
-from runs import said, trained_run
+from runs import said, tensors_of, trained_run
 
 import dither
 from dither import Plan, UserError
@@ -24,6 +25,7 @@ from dither.models import LlamaConfig, build, generate, hf, load_pretrained, ope
 from dither.models.open import Opened, load_weights
 from dither.models.sizes import Model
 from dither.spec import Cast, LayerPrecision, Sampling
+from dither.train.loop import train
 
 transformers = Lazy("transformers")
 
@@ -655,6 +657,54 @@ def test_a_run_or_checkpoint_is_loaded_like_a_model(text, run, sampled, tmp_path
     assert open_model(run).model.embedding.weight.dtype == torch.bfloat16
 
 
+SMALL = ("model.layers=1", "model.width=32", "model.heads=2", "run.steps=2")
+
+
+def weights_of(text, out, *changes):
+    """Return the weights of a run, as it is opened and as a model to train on, and the tensors of its checkpoint."""
+    train(runs.config_of(text, out, SMALL, *changes))
+    model = open_model(out).model
+    load_weights(other := build(model.config, dtype=torch.float32), out)
+    opened = dict(model.named_parameters())
+    assert all(torch.equal(opened[name], weight) for name, weight in other.named_parameters())
+    return opened, tensors_of(out, 2)
+
+
+def test_split_masters_are_read_like_those_of_o2(text, tmp_path):
+    (o2, saved), (split, _) = (weights_of(text, tmp_path / mode, f"precision.mode={mode}") for mode in ("o2", "o2-split"))
+    assert all(torch.equal(weight, split[name]) and split[name].dtype == torch.float32 for name, weight in o2.items())
+    assert all(torch.equal(split[name].bfloat16(), saved[f"model:{name}"].bfloat16()) for name in split)
+    assert not torch.equal(split["lm_head.weight"], saved["model:lm_head.weight"].float())
+
+
+@pytest.mark.parametrize(
+    "options", ["optim.optimizer=adamw", "precision.states=dynamic8", "optim.optimizer=muon", "optim.optimizer=adam-mini"]
+)
+def test_masters_of_24_bits_are_read(options, text, tmp_path):
+    weights, saved = weights_of(text, tmp_path / "run", "precision.mode=bf16-24", options)
+    for name in ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"):
+        upper, low = saved[f"model:{name}"].view(torch.int16), saved[f"optimizer:{name}:master_low"]
+        bits = upper.numpy().astype(np.int64) * 2**16 + low.numpy().astype(np.int64) * 2**8
+        assert np.array_equal(weights[name].detach().numpy().view(np.int32), bits)
+
+
+def test_remainders_of_kahan_are_read(text, tmp_path):
+    weights, saved = weights_of(text, tmp_path / "run", "precision.mode=bf16-kahan")
+    for name in ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"):
+        assert (remainder := saved[f"optimizer:{name}:remainder"].float()).any()
+        assert torch.equal(weights[name], saved[f"model:{name}"].float() + remainder)
+
+
+def test_masters_of_adam_mini_are_turned_back(text, tmp_path):
+    """Its states of GPT-2's matrices, also square ones, are transposed."""
+    changes = ("model.preset=gpt2-124m", "optim.optimizer=adam-mini", "precision.mode=o2")
+    weights, saved = weights_of(text, tmp_path / "run", *changes)
+    assert all(weight.dtype == torch.float32 for weight in weights.values())
+    assert all(torch.equal(weight.bfloat16(), saved[f"model:{name}"].bfloat16()) for name, weight in weights.items())
+    square = "transformer.h.0.attn.c_proj.weight"
+    assert torch.equal(weights[square].T, saved[f"optimizer:{square}:master"])
+
+
 def test_a_run_of_a_model_of_transformers_is_loaded(text, tmp_path):
     made = hf({"model_type": "qwen3", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16,
                "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 257})  # fmt: skip
@@ -698,6 +748,56 @@ def test_a_run_is_exported_with_its_tokenizer_and_losses(run, tmp_path, capsys):
     assert tokenizer.encode("the fox") == BYTES.encode("the fox")
     assert "| mode | bf16-sr |" in (tmp_path / "out" / "README.md").read_text()
     assert "exported by Dither in the format `fp8-dynamic`" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def stored(text, tmp_path_factory):
+    """A run whose weights are stored in FP8."""
+    return run_of(text, tmp_path_factory.mktemp("run") / "stored", mode="bf16-sr", recipe="fp8-block", weights="fp8")
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp16", "gguf-f16"])
+def test_a_model_with_weights_stored_in_fp8_is_exported_as_its_run(format, stored, tmp_path, capsys):
+    model, plain = open_model(stored, as_trained=True).model, tmp_path / "run"
+    said(capsys, "export", stored, "-o", plain, "--format", format)
+    dither.export(model, tmp_path / "model", format=format)
+    if format == "gguf-f16":
+        pairs = zip(*(gguf.GGUFReader(path).tensors for path in (plain, tmp_path / "model")), strict=True)
+        assert all(a.name == b.name and np.array_equal(a.data, b.data) for a, b in pairs)
+    else:
+        weights = "model.safetensors"
+        assert (plain / weights).read_bytes() == (tmp_path / "model" / weights).read_bytes()
+
+
+def test_a_model_with_weights_stored_in_fp8_is_saved_and_cast_to_few_bits(stored, tmp_path):
+    trained, plain = open_model(stored, as_trained=True).model, open_model(stored).model
+    save_pretrained(trained, tmp_path / "saved")
+    saved = load_pretrained(tmp_path / "saved")
+    assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), plain.parameters(), strict=True))
+    for name, model in (("trained", trained), ("plain", plain)):
+        dither.export(model, tmp_path / name, format="mxfp4")
+    assert (tmp_path / "trained/model.safetensors").read_bytes() == (tmp_path / "plain/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("format", ["auto", "fp8-block", "fp8-dynamic", "mxfp8"])
+def test_weights_stored_in_fp8_keep_their_numbers_in_fp8(format, stored, tmp_path, capsys):
+    record = json.loads(said(capsys, "export", stored, "-o", tmp_path / "run", "--format", format, "--check", "--json"))
+    dither.export(open_model(stored, as_trained=True).model, tmp_path / "model", format=format)
+    tensors, plain = read(tmp_path / "run"), open_model(stored).model
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in read(tmp_path / "model").items())
+    layers = {layer["name"]: layer["format"] for layer in record["layers"] if layer["format"] != "bf16"}
+    assert set(layers.values()) == {"fp8-block" if format == "auto" else format}
+    for layer, used in layers.items():
+        assert torch.equal(by_hand(tensors, layer, used), plain.get_parameter(f"{layer}.weight").float())
+
+
+def test_a_model_without_a_tensor_of_its_config_is_refused(tmp_path):
+    model = build(LlamaConfig(hidden_size=128, intermediate_size=256, **SIZES))
+    torch.nn.utils.parametrizations.weight_norm(model.get_submodule("model.layers.0.mlp.up_proj"))
+    for write in (dither.export, save_pretrained):
+        with pytest.raises(UserError, match=r"has no tensor 'model\.layers\.0\.mlp\.up_proj\.weight'"):
+            write(model, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_auto_exports_the_learned_bitwidths_of_a_run(sampled, tmp_path, capsys):

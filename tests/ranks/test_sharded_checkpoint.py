@@ -583,6 +583,48 @@ def test_models_are_read_from_sharded_checkpoints(tmp_path):
     assert all(torch.equal(x, other.state_dict()[name]) for name, x in model.state_dict().items())
 
 
+WIDE = {
+    "split": ("llama", lambda model: dither.optim.AdamW(model.named_parameters(), lr=1e-2, master="split")),
+    "split24": ("llama", lambda model: dither.optim.AdamW(model.named_parameters(), lr=1e-2, master="split24")),
+    "kahan": ("llama", lambda model: dither.optim.AdamW(model.named_parameters(), lr=1e-2, weights="kahan")),
+    "Adam-mini": (
+        "gpt2",
+        lambda model: dither.optim.AdamMini(model.named_parameters(), dither.optim.roles(model), lr=1e-2, master="fp32"),
+    ),
+}
+
+
+def load_wide(path: Path) -> None:
+    """Load the weights of a checkpoint into a model that is sharded."""
+    expected = open_model(path).model
+    model = build(expected.config, seed=5)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    load_weights(model, path)
+    for name, weight in expected.named_parameters():
+        found = model.get_parameter(name)
+        assert isinstance(found, DTensor)
+        assert torch.equal(found.full_tensor(), weight), name
+
+
+@pytest.mark.parametrize("kind", WIDE)
+def test_masters_are_read_into_sharded_models(kind, tmp_path):
+    family, make = WIDE[kind]
+    sizes = "model.preset=gpt2-124m" if family == "gpt2" else "model.preset=tiny"
+    config = override(Config(), [sizes, "model.layers=1", "model.width=32", "model.heads=2"])
+    model = build(config.model.sizes(64), seed=3, dtype=torch.bfloat16)
+    made = make(model)
+    for step in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step)).bfloat16()
+        made.step()
+    tensors, plain = pack(model, made, step=2, others={"config": dumps(config)})
+    path = checkpoint.save(tmp_path, 2, tensors=tensors, plain=plain)
+    opened = open_model(path).model
+    for name, parameter in model.named_parameters():
+        assert torch.equal(opened.get_parameter(name), made.wide_weight(parameter)), name
+    ranks(2, load_wide, path)
+
+
 def test_a_checkpoint_of_one_process_is_read_in_parts(tmp_path):
     path = checkpoint.save(tmp_path, 7, tensors={name: whole(name) for name in SHAPES}, plain={"rank": 0})
     ranks(2, read, tmp_path, "fsdp")

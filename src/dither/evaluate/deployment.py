@@ -210,9 +210,9 @@ def deploy(model: nn.Module, plan: Plan, *, evaluate: Evaluate | None = None) ->
             error = (new.float() - weight.float()).norm().item() / size if size else 0.0
             layers.append(DeployedLayer(site.name, weight.numel(), formats, codes.bits, error))
     if not layers:
-        raise UserError(
-            f"The plan casts no weight of {type(model).__name__}: give its layers a weight such as 'e2m1 block(32)'."
-        )
+        obstacles = (f"{site.name}: {site.obstacle}" for site in sites if site.obstacle and plan.for_layer(site.name))
+        why = next(obstacles, "give its layers a weight such as 'e2m1 block(32)'")
+        raise UserError(f"The plan casts no weight of {type(model).__name__}: {why}.")
     before = after = None
     if evaluate is not None:
         with evaluating(model):

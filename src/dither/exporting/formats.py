@@ -5,7 +5,7 @@ shapes and dtypes are the ones that transformers and vLLM look up: `tests/integr
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -49,8 +49,10 @@ class WeightFormat:
         assert codes.scale is not None
         packed = codes.cast.element.bits == 4
         values, scale = codes.values.contiguous(), codes.scale.contiguous()
-        if codes.cast.scaling.storage == "e8m0":  # compressed-tensors reads the exponents as integers
+        if self.deployment.cast.scaling.storage == "e8m0":  # compressed-tensors reads the exponents as integers
             scale = scale.view(torch.uint8)
+        elif codes.cast.scaling.storage == "e8m0":
+            scale = scale.float()
         elif self.storage == "pack-quantized":  # code + 8, eight of them in a word
             values, scale = (values ^ 0x88).view(torch.int32), scale.to(torch.bfloat16)
         tensors = {"weight_packed" if packed else "weight": values, block_name: scale}
@@ -194,13 +196,25 @@ def encode(stored: StoredModel, choices: Sequence[LayerFormat], scale_name: str 
 
 def _encoded(stored: StoredModel, choice: LayerFormat, amax: Tensor | None, scale_name: str) -> EncodedLayer:
     weight = weight_of(choice.site)[1].float()
-    codes = [quantize(matrix, choice.cast, amax=amax) for matrix in (weight if weight.dim() == 3 else weight[None])]
+    codes = [_codes(matrix, choice.cast, amax) for matrix in (weight if weight.dim() == 3 else weight[None])]
     numbers = torch.stack([each.dequantize(torch.float32) for each in codes]).view(weight.shape)
     tensors = in_files(
         stored, choice.parameter, choice.pieces, choice.format, codes if weight.dim() == 3 else codes[0], scale_name
     )
     bits = 8 * sum(tensor.nbytes for tensor in tensors.values()) / weight.numel()
     return EncodedLayer(choice, tensors, numbers, bits, relative_error(numbers, weight))
+
+
+def _codes(matrix: Tensor, cast: Cast, amax: Tensor | None) -> Quantized:
+    """Return the codes of a matrix: if it consists of FP8 codes times powers of two (`dither.nn.stored`), codes of its numbers.
+
+    Other scales, which make the largest number that of the format, would round such numbers again.
+    """
+    if cast.format == "e4m3":
+        same = quantize(matrix, replace(cast, scale="pow2_ceil"))
+        if torch.equal(same.dequantize(torch.float32), matrix):
+            return same
+    return quantize(matrix, cast, amax=amax)
 
 
 def in_files(

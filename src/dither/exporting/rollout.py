@@ -78,7 +78,7 @@ def rollout_weights(model: nn.Module, *, dtype: torch.dtype = torch.bfloat16) ->
             stem = f"{name.removesuffix('.weight')}."
             own = {key: tensor for key, tensor in tensors.items() if key.startswith(stem)}
             yield RolloutWeight(*next(iter(own.items())), dict(list(own.items())[1:]))
-    names, dense = stored_names(stored.model), dict[str, Tensor]()
+    names, dense = set(stored_names(stored.model)), dict[str, Tensor]()
     for name, tensor in (*stored.model.named_parameters(), *stored.model.named_buffers()):
         plain = plain_name(name)
         if plain in names and plain not in coded and ".lora_" not in name:

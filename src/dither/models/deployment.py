@@ -12,14 +12,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
 from dither.models.causal import CausalLM
 from dither.models.hub import huggingface_config
-from dither.models.transformers_models import HuggingFace, stored_names
+from dither.models.transformers_models import HuggingFace, stored_tensors
 from dither.nn.convert import alike
 from dither.nn.sites import Site, clip_of, experts_beside, find_sites, output_layers, tuner_of, weight_of
+from dither.nn.stored import StoredLinear
 from dither.spec import Cast, Plan, Scale, did_you_mean
 from dither.spec.deployment import DEPLOYMENTS, EXPERT_FP8, Deployment
 from dither.spec.patterns import escape
@@ -64,23 +64,10 @@ class StoredModel:
     def tensors(self) -> dict[str, Tensor]:
         """Return parameters and buffers by the names of modules, each shared one once, without those that training added.
 
-        A weight is clipped where that is learned, as its cast reads it.
+        A weight is clipped where that is learned, as its cast reads it. Codes are returned as their numbers.
         """
-        names = stored_names(self.model)
-        seen: set[tuple[int, torch.Size]] = set()
-        tensors: dict[str, Tensor] = {}
-        for name, tensor in self.model.state_dict().items():
-            if name not in names:
-                continue
-            if isinstance(tensor, DTensor):
-                raise UserError(f"The parameter {name!r} is sharded over ranks: gather the model on one rank before exporting.")
-            key = (tensor.data_ptr(), tensor.shape)
-            if tensor.numel() and key in seen:
-                continue
-            seen.add(key)
-            tensors[name] = tensor.detach()
         clipped = (weight_of(site) for site in find_sites(self.model) if clip_of(site) is not None)
-        return tensors | {name: weight for name, weight, _ in clipped}
+        return stored_tensors(self.model) | {name: weight for name, weight, _ in clipped}
 
     def in_files(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors under the names, and in the pieces, that files have."""
@@ -173,7 +160,7 @@ def choose(stored: StoredModel, wanted: Wanted, engine: Engine = "any") -> list[
             reason = "the output layer"
         elif not site.parameter and experts_beside(model, site.name):
             reason = "a router or gate beside experts"
-        elif site.obstacle:
+        elif site.obstacle and not isinstance(site.module, StoredLinear):
             reason = site.obstacle
         elif not gguf and axis % weight.dim() != weight.dim() - 1:
             reason = "its weight is [in, out], and engines read [out, in] in few bits"

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from dither.checkpoint.format import DTYPE_NAMES
 from dither.errors import UserError
@@ -22,7 +21,7 @@ from dither.models.causal import CausalLM
 from dither.models.folder_files import CONFIG, WEIGHTS, Shards, WeightsWriter, check_new, read_json, short, write_json
 from dither.models.presets import check_place, empty, skeleton
 from dither.models.sizes import GPT2Config, GPTNeoConfig, LlamaConfig, ModelConfig
-from dither.models.transformers_models import HuggingFace, stored_names
+from dither.models.transformers_models import HuggingFace, stored_tensors
 from dither.nn.norms import wide_parameters
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -117,9 +116,6 @@ def save_pretrained(
         dtype = getattr(model, "deployed_dtype", None)
     if dtype is not None:
         check_place("cpu", dtype)
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            raise UserError(f"The parameter {name!r} is sharded over ranks: gather the model on one rank before saving it.")
     check_new(Path(folder))
     with new_folder(Path(folder), "The model") as place:
         if isinstance(model, HuggingFace):
@@ -129,13 +125,13 @@ def save_pretrained(
 
 
 def _write(model: CausalLM, place: Path, extra: dict[str, Any], shard_bytes: int, dtype: torch.dtype | None) -> None:
-    names, wide, own = stored_names(model), wide_parameters(model, all_norms=True), model.embedding.weight.dtype
+    own, wide = model.embedding.weight.dtype, wide_parameters(model, all_norms=True)
+    norms = {name for name, parameter in model.named_parameters() if id(parameter) in wide}
     writer, dtypes = WeightsWriter(place, shard_bytes), set[str]()
-    for name, parameter in model.named_parameters():
-        if name in names:
-            weight = parameter.to(dtype or own) if dtype is not None or id(parameter) in wide else parameter
-            writer.add(name, weight)
-            dtypes.add(str(weight.dtype).removeprefix("torch."))
+    for name, tensor in stored_tensors(model).items():
+        weight = tensor.to(dtype or own) if dtype is not None or name in norms else tensor
+        writer.add(name, weight)
+        dtypes.add(str(weight.dtype).removeprefix("torch."))
     writer.finish()
     if len(dtypes) > 1:
         raise UserError(f"A model is saved in one dtype, and its parameters have {', '.join(sorted(dtypes))}.")

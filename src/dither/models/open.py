@@ -34,7 +34,10 @@ from dither.nn.convert import convert
 from dither.nn.sharded.gather import CodedWeight
 from dither.nn.sites import clip_name, is_transposed
 from dither.nn.stored import store_weights
+from dither.ops.ranks import local, sharded_like
+from dither.ops.reference.adamw import LOW, wide_weight
 from dither.optim import training
+from dither.optim.states import EXTRA
 from dither.settings import from_table
 from dither.spec import LayerPrecision, Plan
 
@@ -195,8 +198,8 @@ def open_model(
 ) -> Opened:
     """Open a model from any path.
 
-    The weights of a checkpoint are its float32 masters where there are any, not converted, without noise. A folder of Hugging
-    Face is one of our models if it fits exactly, or else one of transformers.
+    The weights of a checkpoint are its masters or Kahan sums in float32 where there are any, not converted, without noise. A
+    folder of Hugging Face is one of our models if it fits exactly, or else one of transformers.
 
         model = open_model("runs/a").model
 
@@ -251,8 +254,12 @@ def _of_checkpoint(
             merges = rank is not None and adapters == "merge" and not as_trained
             return replace(opened, model=merged_model(opened.model), adapted=False, forward=nullcontext) if merges else opened
         # What training for a deployment format multiplied are the codes of the weights themselves, not of their masters.
-        names = weight_names(saved, masters=plan is None or "qat" not in plan.provenance)
-        dtypes = [saved.tensors[name].dtype for name in names.values() if saved.tensors[name].dtype.is_floating_point]
+        names, masters = weight_names(saved), plan is None or "qat" not in plan.provenance
+        dtypes = [
+            torch.float32 if masters and _beside(saved, name) else saved.tensors[name].dtype
+            for name in names.values()
+            if saved.tensors[name].dtype.is_floating_point
+        ]
         widest = dtype or max(dtypes, key=lambda each: each.itemsize, default=torch.float32)
         model = _unfilled(found, saved, section, device, widest)
         with torch.no_grad():
@@ -263,7 +270,7 @@ def _of_checkpoint(
                         f"The checkpoint {str(found.path)!r} does not fit its config: the tensor {name!r} has the shape "
                         f"{list(value.shape)} in the model, and there it is {'none' if shape is None else list(shape)}."
                     )
-                value.copy_(_clipped(model, saved, names, name, _numbers(saved, names[name])))
+                value.copy_(_weight(model, saved, names, name, masters=masters))
     return Opened(found, model.train(), saved.plain["step"], plan)
 
 
@@ -315,16 +322,12 @@ def _base(section: Mapping[str, Any], device: torch.device | str) -> CausalLM:
     return open_model(str(section["weights"]), device=device).model
 
 
-def weight_names(saved: SavedTensors, *, masters: bool = True) -> dict[str, str]:
-    """Return the stored name of each weight: of `masters` or FP8 codes where there are any, and of tied weights under both."""
+def weight_names(saved: SavedTensors) -> dict[str, str]:
+    """Return the stored name of each weight: of FP8 codes where there are any, and of tied weights under both."""
     weights = {name.removeprefix("model:"): name for name in saved.tensors if name.startswith("model:")}
     weights = {
         name.removesuffix(CODES) + "weight" if name.endswith(CODES) else name: stored for name, stored in weights.items()
     }
-    for name, stored in weights.items() if masters else ():
-        master = saved.tensors.get(f"optimizer:{name}:master")
-        if master is not None and master.shape == saved.tensors[stored].shape:
-            weights[name] = f"optimizer:{name}:master"
     return weights | {name: weights[first] for name, first in saved.plain["same"].items() if first in weights}
 
 
@@ -332,21 +335,52 @@ CODES = "weight_codes"
 """The name of the codes in a layer whose weight is stored in FP8: see `dither.nn.stored`."""
 
 
-def _numbers(saved: SavedTensors, stored: str, like: Tensor | None = None) -> Tensor:
-    """Return a tensor of a checkpoint, codes of weights as their numbers; of a weight that is like a DTensor, its part."""
-    if not stored.endswith(CODES):
-        return saved.read(stored, like)
-    return _coded(stored, saved.read(stored), saved.read(stored.replace(CODES, "weight_scale")), saved.plain).numbers()
+def _weight(
+    model: nn.Module,
+    saved: SavedTensors,
+    names: Mapping[str, str],
+    name: str,
+    like: Tensor | None = None,
+    *,
+    masters: bool = True,
+) -> Tensor:
+    """Return a weight as its layer cast it: clipped, if the run learned where (`dither.nn.clipping`).
 
-
-def _clipped(model: nn.Module, saved: SavedTensors, names: Mapping[str, str], name: str, numbers: Tensor) -> Tensor:
-    """Return a weight as its layer cast it: clipped, if the run learned where (`dither.nn.clipping`)."""
+    It is that of the `masters` if there are any, and the numbers of codes; of a weight that is like a DTensor, its part.
+    """
+    home = model.get_submodule(name.rpartition(".")[0])
+    # Adam-mini's state has the outputs of a matrix in rows.
+    transposed = is_transposed(home) and not isinstance(home, nn.Embedding)
+    numbers = _numbers(saved, names[name], like, _beside(saved, names[name]) if masters else {}, transposed)
     if (clip := clip_name(name)) not in names:
         return numbers
     if isinstance(numbers, DTensor):
         raise UserError(f"The checkpoint {str(saved.path)!r} has learned clips: load its weights before the model is sharded.")
-    home = model.get_submodule(name.rpartition(".")[0])
     return clipped(numbers, saved.read(names[clip]), -2 if is_transposed(home) else -1)
+
+
+def _beside(saved: SavedTensors, stored: str) -> dict[str, str]:
+    """Return the names of what the optimizer's state keeps to widen a weight, by its entries: see `wide_weight`."""
+    state = {key: f"optimizer:{stored.removeprefix('model:')}:{key}" for key in (*EXTRA, "exp_avg_sq")}
+    found = {key: name for key, name in state.items() if name in saved.tensors}
+    split = "master_low" in found and saved.tensors[found["master_low"]].dtype == LOW["split"]  # the moments' signs are bits
+    return {key: name for key, name in found.items() if key in EXTRA or split}
+
+
+def _numbers(saved: SavedTensors, stored: str, like: Tensor | None, beside: Mapping[str, str], transposed: bool) -> Tensor:
+    """Return a weight of a checkpoint: the numbers of its codes, or float32 with what the optimizer keeps `beside` it."""
+    if stored.endswith(CODES):
+        return _coded(stored, saved.read(stored), saved.read(stored.replace(CODES, "weight_scale")), saved.plain).numbers()
+    weight = saved.read(stored, like)
+    if not beside:
+        return weight
+    squares = saved.tensors.get(f"optimizer:{stored.removeprefix('model:')}:exp_avg_sq")
+    if transposed and weight.dim() == 2 and squares is not None and len(squares.shape) == 1:  # Adam-mini
+        turned = LoadedTensors({key: saved.read(name).t().contiguous() for key, name in beside.items()})
+        parts = {key: turned.read(key, like) for key in beside}
+    else:
+        parts = {key: saved.read(name, like) for key, name in beside.items()}
+    return sharded_like(weight, wide_weight(local(weight), {key: local(part) for key, part in parts.items()}))
 
 
 def _coded(stored: str, codes: Tensor, scale: Tensor, plain: Mapping[str, Any]) -> CodedWeight:
@@ -372,7 +406,7 @@ def coded_weights(tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> di
 def load_weights(model: nn.Module, path: str | Path) -> None:
     """Copy the weights of a checkpoint into a model that has not been converted yet.
 
-    Float32 master weights are used where the checkpoint has them. Optimizer states and learned bitwidths are not read.
+    Masters and Kahan sums are used where the checkpoint has them. Other optimizer states and learned bitwidths are not read.
 
     Args:
         model: The model, whose tensors must have the names and shapes of those in the checkpoint.
@@ -392,7 +426,7 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
                     f"The checkpoint {str(found.path)!r} has no tensor {name!r}: set [model] as in the run that made it."
                 )
             _check_shape(name, saved.tensors[names[name]].shape, value, found.path)
-            value.copy_(_clipped(model, saved, names, name, _numbers(saved, names[name], value)))
+            value.copy_(_weight(model, saved, names, name, value))
 
 
 def _check_shape(name: str, shape: tuple[int, ...], value: Tensor, path: Path) -> None:

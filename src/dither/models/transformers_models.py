@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dither.errors import UserError
 from dither.models.causal import CausalLM, PlainLM, output_loss
@@ -26,7 +27,7 @@ MOST_LAYERS = 10_000
 """Maximum number of layers, far above that of any model."""
 
 
-def stored_names(model: nn.Module) -> set[str]:
+def stored_names(model: nn.Module) -> list[str]:
     """Return the names in a model's state_dict, without those of state that training added to it.
 
     >>> import dither
@@ -37,9 +38,29 @@ def stored_names(model: nn.Module) -> set[str]:
     14
     """
     if isinstance(model, PlainLM):
-        return set(skeleton(model.config).state_dict())
+        return list(skeleton(model.config).state_dict())
     with torch.device("meta"):
-        return set(type(model)(model.config).state_dict())
+        return list(type(model)(model.config).state_dict())
+
+
+def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of `stored_names`, each shared one once, and codes of weights as their numbers."""
+    state = model.state_dict() | {name: layer.dequantize() for name, layer in frozen_weights(model).items()}
+    tensors: dict[str, Tensor] = {}
+    seen: set[tuple[int, torch.Size]] = set()
+    for name in stored_names(model):
+        if name not in state:
+            raise UserError(
+                f"The model has no tensor {name!r}, which its config asks for: remove what replaced it, such as a "
+                "parametrization, before the model is written."
+            )
+        if isinstance(tensor := state[name], DTensor):
+            raise UserError(f"The parameter {name!r} is sharded over ranks: gather the model on one rank before it is written.")
+        key = (tensor.data_ptr(), tensor.shape)
+        if not tensor.numel() or key not in seen:
+            tensors[name] = tensor
+        seen.add(key)
+    return tensors
 
 
 class HuggingFace(CausalLM):
@@ -91,8 +112,7 @@ class HuggingFace(CausalLM):
 
     def save(self, place: Path, extra: dict[str, Any], shard_bytes: int, dtype: torch.dtype | None = None) -> None:
         """Write the model as transformers does, without what training added."""
-        names = stored_names(self.hf)
-        state = {name: tensor for name, tensor in self.hf.state_dict().items() if name in names}
+        state = stored_tensors(self.hf)
         if dtype is not None:
             state = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
             extra = {"dtype": str(dtype).removeprefix("torch.")} | extra

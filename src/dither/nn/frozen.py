@@ -71,6 +71,7 @@ class FrozenLinear(Linear):
 
     KEPT_DTYPES = (*BUFFERS, *Linear.KEPT_DTYPES)
     CODES_ONLY: ClassVar[bool] = True
+    OBSTACLE: ClassVar[str] = "its weight is frozen, and exists only as codes"
     file: StoredName | None = None
     """The tensors that the codes come from, or None if a cast made them."""
     weight_codes: Tensor

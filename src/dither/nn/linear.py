@@ -193,6 +193,8 @@ class Linear(nn.Linear):
     """Buffers whose dtypes do not change when the layer is converted to another dtype."""
     CODES_ONLY: ClassVar[bool] = False
     """True if the weight exists as codes only, and keeps the precision that it has."""
+    OBSTACLE: ClassVar[str] = ""
+    """Why such a layer cannot be converted, or ""."""
     # Registered tensors, or None where the precision asks for none; those of delayed scaling are in `dither.nn.delayed`.
     bitwidth: nn.Parameter | None
     """b_i, float32, one per block of the weight as it is stored."""

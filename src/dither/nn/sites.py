@@ -114,7 +114,7 @@ def _obstacle(module: nn.Module, parent: nn.Module, base: type[nn.Module]) -> st
     """Return the reason why a linear layer cannot be converted, or ""."""
     kind = type(module)
     if isinstance(module, Linear):
-        return "its weight is frozen, and exists only as codes" if module.CODES_ONLY else ""
+        return module.OBSTACLE
     if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
         return "its shape is not known yet: run the model once first"
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):

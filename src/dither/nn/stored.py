@@ -36,6 +36,7 @@ class StoredLinear(FrozenLinear):
     """
 
     KEPT_DTYPES = (*BUFFERS, *Linear.KEPT_DTYPES)
+    OBSTACLE = "its weight exists only as codes, and restore_weights(model) gives it an ordinary one"
 
     @classmethod
     def store(cls, layer: Linear, dtype: torch.dtype) -> "StoredLinear":
