@@ -404,8 +404,6 @@ def run_all(
     failed = interrupted = 0
     with _locked(out), Signals() as signals:
         try:
-            for folder in (LOGS, WORK):
-                (out / folder).mkdir(exist_ok=True)
             while not signals.received and time.monotonic() < end:
                 while len(running) < jobs and waiting:
                     name = waiting.pop(0)
@@ -425,8 +423,6 @@ def run_all(
                     result = _collect(runs[name], name, out, process.exitcode, time.monotonic() - began, jobs)
                     failed += not result.final
                     say(f"{name}: {_said(result)}")
-        except OSError as error:
-            raise UserError(f"The results cannot be written into {str(out)!r}: {files.reason(error, out)}.") from None
         finally:
             for _, process, _ in running.values():
                 process.terminate()
@@ -442,10 +438,15 @@ def run_all(
 
 @contextlib.contextmanager
 def _locked(out: Path) -> Iterator[None]:
-    """Let one ladder at a time write into a folder."""
+    """Let one ladder at a time write into a folder, and make the folders in it."""
     lock = RunLock(out)
     lock.acquire(create=True)
     try:
+        for folder in (LOGS, WORK):
+            try:
+                (out / folder).mkdir(exist_ok=True)
+            except OSError as error:
+                raise UserError(f"The results cannot be written into {str(out)!r}: {files.reason(error, out)}.") from None
         yield
     finally:
         lock.release()
