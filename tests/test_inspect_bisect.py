@@ -264,6 +264,8 @@ def test_arms_and_mistakes(jobs, text, capsys):
     ):
         assert bisect(text, *arguments) == 2
         assert said in capsys.readouterr().err
+    assert cli.main(["bisect", "--b", "fp8-block", "--set", "precision.mode=o2"]) == 2
+    assert "has no effect: in a comparison the names of the arms" in capsys.readouterr().err
     with pytest.raises(UserError, match=r"nowhere\.json"):
         jobs("nowhere.json")
     assert LayerPrecision() == common.precision.load_plan().default

@@ -12,10 +12,8 @@ import tyro
 
 from dither.commands.arguments import Json
 from dither.console import ProgressBars, megabytes, print_result, print_table, print_text
-from dither.errors import UserError
-from dither.tools.arms import NAMED, NAMES
+from dither.tools.arms import NAMES, check_used
 from dither.train import config as configs
-from dither.train.config import SAMPLING_KEY
 
 if TYPE_CHECKING:
     from dither.report.comparison import Comparison
@@ -58,7 +56,7 @@ def compare(
     common = configs.override(BASE if base is None else configs.load(base), set)
     folder = Path(common.run.out) if out is None else out
     trials = plan(common, chosen, folder, seeds, sweep)
-    _check_used(set, any(trial.config.precision.sampling is not None for trial in trials))
+    check_used(set, any(trial.config.precision.sampling is not None for trial in trials))
     done = [is_done(trial, resume) for trial in trials]  # for every run, so that a mistake is found before anything is written
     if not all(done):
         with ProgressBars(sys.stderr, unit=megabytes).stage("Tokenizing") as tick:
@@ -102,15 +100,3 @@ def print_comparison(comparison: Comparison) -> None:
     print_table(ranked.title, ranked.columns, ranked.rows, ranked.right)
     for sentence in comparison.sentences():
         print_text(sentence)
-
-
-def _check_used(settings: tuple[str, ...], sampled: bool) -> None:
-    """Raise if a setting of all arms has no effect on any of them."""
-    for setting in settings:
-        path = setting.partition("=")[0].strip()
-        if path in NAMED:
-            raise UserError(
-                f"The setting {setting!r:.80} has no effect: in a comparison the names of the arms set the precision."
-            )
-        if path.startswith(f"{SAMPLING_KEY}.") and not sampled:
-            raise UserError(f"The setting {setting!r:.80} has no effect: no arm samples weights, as gaussws:od does.")

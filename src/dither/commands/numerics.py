@@ -14,7 +14,7 @@ import tyro
 from dither.commands.arguments import Json, ModelPath
 from dither.console import ProgressBars, print_result, print_table, print_text
 from dither.errors import UserError
-from dither.tools.arms import precision_or_plan
+from dither.tools.arms import check_used, precision_or_plan
 from dither.train import config as configs
 
 if TYPE_CHECKING:
@@ -130,6 +130,7 @@ def bisect(
         replace(common, precision=precision_or_plan(name, common.precision), run=replace(common.run, compile=False))
         for name in (a, b)
     ]
+    check_used(set, sampled=any(each.precision.sampling is not None for each in both))
     with joined(common.run.device) as ranks, tempfile.TemporaryDirectory(prefix="dither-bisect-") as folder:
         if ranks.world > 1:
             raise UserError("dither bisect runs in one process: start it without torchrun.")

@@ -201,6 +201,18 @@ def precision_or_plan(name: str, base: Precision) -> Precision:
     return _named(name, [part for part in parts if part not in plans], base, *plans)
 
 
+def check_used(settings: Sequence[str], sampled: bool) -> None:
+    """Raise if a setting of all arms has no effect on any of them; `sampled` says that one samples weights."""
+    for setting in settings:
+        path = setting.partition("=")[0].strip()
+        if path in NAMED:
+            raise UserError(
+                f"The setting {setting!r:.80} has no effect: in a comparison the names of the arms set the precision."
+            )
+        if path.startswith(f"{SAMPLING_KEY}.") and not sampled:
+            raise UserError(f"The setting {setting!r:.80} has no effect: no arm samples weights, as gaussws:od does.")
+
+
 # Fields ---------------------------------------------------------------------------------------------------------------
 
 
