@@ -263,7 +263,7 @@ def test_the_exported_adapters_and_the_merged_model_have_the_logits_of_the_train
 
 
 @pytest.mark.parametrize("preset", ["tiny", "gpt2"])
-def test_the_merged_model_is_the_adapted_one_when_inputs_are_not_cast(preset):
+def test_the_merged_model_is_the_adapted_one_when_inputs_are_not_cast(preset, tmp_path):
     if preset == "gpt2":
         sizes = dither.models.preset("gpt2-124m", vocab_size=64, n_layer=1, n_embd=64, n_head=2, n_positions=32)
     else:
@@ -284,6 +284,8 @@ def test_the_merged_model_is_the_adapted_one_when_inputs_are_not_cast(preset):
     assert apart < 1e-5
     plain = merged_model(model, adapters=False).eval()
     assert (plain(tokens) - whole(tokens)).abs().max() > 1e-2
+    with pytest.raises(UserError, match="has adapters: merge them with their base first"):
+        dither.export(model, tmp_path / "adapted", format="bf16")
     moved = max(float((plain.state_dict()[name] - before[name]).norm() / before[name].norm()) for name in before)
     assert 1e-3 < moved < 0.1  # the base is that of the codes
 

@@ -46,6 +46,11 @@ def stored_names(model: nn.Module) -> list[str]:
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of `stored_names`, each shared one once, and codes of weights as their numbers."""
     state = model.state_dict() | {name: layer.dequantize() for name, layer in frozen_weights(model).items()}
+    if any(".lora_" in name for name in state):
+        raise UserError(
+            "The model has adapters: merge them with their base first, by `dither export RUN --merge` or "
+            "dither.models.lora.merged_model(model)."
+        )
     tensors: dict[str, Tensor] = {}
     seen: set[tuple[int, torch.Size]] = set()
     for name in stored_names(model):
