@@ -177,6 +177,13 @@ def test_speeds_are_those_of_runs_alone():
     assert {each.speed for each in LadderReport("o1", ("o1", "sr"), tuple(elsewhere)).equal_quality} == {None}
 
 
+def test_any_arm_may_be_the_baseline_of_a_table(tmp_path, capsys):
+    path = tmp_path / "ladder.toml"
+    path.write_text(FILE + '\n[[ladder.rungs]]\nmodel = "llama-3m"\ntokens_per_parameter = [1]\narms = ["o1"]\n')
+    assert cli.main(["ladder", str(path), "--table", "--baseline", "bf16-sr"]) == 0
+    assert "minus bf16-sr" in capsys.readouterr().out
+
+
 def test_speeds_follow_the_baseline():
     arms, rung = ("o1", "sr", "rn"), ladders.Rung(model="tiny", tokens_per_parameter=(1.0,))
     ladder = ladders.Ladder(arms=arms, rungs=(rung,), speeds={"sr": 1.25}, config=ladders.Config())
@@ -473,7 +480,7 @@ def test_a_result_is_that_of_its_run_and_of_its_plan(tmp_path):
     out.mkdir()
     runs = ladders.plan(ladders.load(path), out)
     for name, run in runs.items():
-        done = run.result(status="done", loss=4.0, machine={"plans": run.plans})
+        done = run.result(status="done", loss=4.0, machine={"plans": run.plans()})
         (out / f"{name}.json").write_text(json.dumps(done.to_dict()))
     assert ladders.open_results(runs, out)[0].keys() == runs.keys()
     recipe("fp4-block").save(plan)
@@ -485,6 +492,24 @@ def test_a_result_is_that_of_its_run_and_of_its_plan(tmp_path):
         other.write_text(json.dumps({**json.loads(other.read_text()), field: wrong}))
         assert f"its {field} is " in ladders.open_results(runs, out)[1][other.stem]
         other.write_text(json.dumps(runs[other.stem].result(status="done", loss=4.0, machine={}).to_dict()))
+
+
+def test_a_run_resumes_with_the_plan_that_it_began_with_or_starts_anew(tmp_path, monkeypatch):
+    path, out, plan = (tmp_path / name for name in ("ladder.toml", "results", "plan.json"))
+    recipe("fp8-block").save(plan)
+    text = FILE.replace('"bf16-sr"', f'"fp32@plan={plan}"').replace("[ladder]", "[ladder]\nkeep = true")
+    path.write_text(text)
+    (out / ladders.LOGS).mkdir(parents=True)
+    monkeypatch.setattr(ladders, "begin_process", lambda log, jobs: None)
+    prepare_once(ladders.load(path).config, out)
+    name, run = next((name, run) for name, run in ladders.plan(ladders.load(path), out).items() if "plan" in name)
+    ladders._work(run, name, str(out), 1)
+    assert read_result(out / f"{name}.json").machine["plans"] == run.plans()
+    folder = out / ladders.KEPT / name
+    assert ladders._resumes(run, folder)
+    recipe("fp4-block").save(plan)
+    assert not ladders._resumes(run, folder)
+    assert read_result(out / f"{name}.json").machine["plans"] == run.plans(folder) != run.plans()
 
 
 def test_what_fails_after_training_leaves_the_loss(tmp_path, monkeypatch):

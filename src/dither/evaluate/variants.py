@@ -56,7 +56,7 @@ class Subject:
     adapted: bool = False
     """True if weights exist as codes only, of a folder in few bits or of the base of adapters."""
     mode: str | None = None
-    """The mode of a run without adapters."""
+    """The mode that the model of a run was trained in; None for others, and for adapters."""
 
     def plain(self) -> CausalLM:
         """Return another copy of the model, in float32 and not converted."""

@@ -302,7 +302,9 @@ class LadderReport:
                 if not (runs := self.runs(arm, rung)):
                     continue
                 losses = [run.loss for run in runs if run.loss is not None]
-                notes = [f"seed {run.seed} {run.status}: {printable(run.why)}" for run in runs if run.why]
+                notes = [
+                    f"seed {run.seed} {run.status}: {printable(run.why)}" for run in runs if run.why or run.status != "done"
+                ]
                 if len({run.machine.get("corpus") for run in runs if run.loss is not None}) > 1:
                     notes.append("its seeds were trained on different texts")
                 if learned := [bits for run in runs for bits in run.bitwidths.values()]:

@@ -37,13 +37,13 @@ from dither.models.sizes import Model
 from dither.report.ladder import LadderReport, Result, read_result
 from dither.run_lock import RunLock
 from dither.settings import AtLeast, Count, OneOf, check, from_table, parse, value_at
-from dither.spec.schedule import split_forward
 from dither.tools.arms import NAMED, SHARED, Arm, find_field
 from dither.tools.trials import POLL, begin_process, last_line
 from dither.train import config as configs
 from dither.train.config import CONFIG, ORIGIN, Config
 from dither.train.guard import Signals
 from dither.train.loop import Outcome, train
+from dither.train.plans import known_plans, plans_file
 from dither.train.ranks import joined
 from dither.train.resume import resolved
 
@@ -51,7 +51,7 @@ LOGS, WORK, TOKENS, KEPT = "logs", "work", "tokens", "runs"
 """Folders beside the results: output of the runs, runs in progress, tokens, and finished runs that are kept."""
 
 IDENTITY = ("arm", "model", "ratio", "seed", "kind", "parameters", "tokens")
-"""What a result says about its run."""
+"""Fields in which a result must agree with its run."""
 
 POINTS = 50
 """Number of points of a training curve."""
@@ -137,9 +137,6 @@ class Ladder:
         used = {"ladder.baseline": [self.base], "ladder.speeds": self.speeds}
         for number, rung in enumerate(self.rungs, 1):
             used[f"ladder.rungs {number}: arms"] = rung.arms
-            same = [other.arms for other in self.rungs if other.model == rung.model]
-            if all(same) and not any(self.base in arms for arms in same):
-                raise UserError(f"The arms of {rung.model} are compared with the baseline {self.base!r}: add it to a rung.")
         for key, names in used.items():
             for name in names:
                 OneOf(self.arms).check(key, name)
@@ -177,7 +174,12 @@ def load(path: Path) -> Ladder:
             raise UserError("[ladder] has no key 'config': the other sections of the file are the config.")
         rungs = [from_table(Rung, table, "ladder.rungs") for table in tables]
         common = {"rungs": rungs, "config": from_table(Config, data)}
-        return from_table(Ladder, {**section, **common} if isinstance(section, dict) else section, "ladder")
+        ladder = from_table(Ladder, {**section, **common} if isinstance(section, dict) else section, "ladder")
+        for rung in rungs:
+            arms = [other.arms for other in rungs if other.model == rung.model]
+            if all(arms) and not any(ladder.base in each for each in arms):
+                raise UserError(f"The arms of {rung.model} are compared with the baseline {ladder.base!r}: add it to a rung.")
+        return ladder
     except files.Refused as error:
         raise UserError(f"The ladder {str(path)!r} cannot be read: {error}.") from None
     except UserError as error:
@@ -208,17 +210,17 @@ class Run:
         """Training tokens."""
         return self.config.run.steps * self.config.data.batch * self.config.data.sequence
 
-    @property
-    def plans(self) -> str | None:
-        """The SHA-256 of the plans that the config names by files; None if it names none, or if one cannot be read."""
-        precision, texts = self.config.precision, []
+    def plans(self, folder: Path | None = None) -> str | None:
+        """Return the SHA-256 of the plans in files that the config names, or of those that a run in a folder stored of them.
+
+        None if the config names no file, or if one cannot be read.
+        """
         try:
-            for _, text in precision.entries:
-                if precision.names_file(name := split_forward(text)[0] if precision.schedule else text):
-                    texts.append(precision.plan_of(name).to_json())
+            known = known_plans(self.config, folder)
         except UserError:
             return None
-        return hashlib.sha256("\n".join(texts).encode()).hexdigest() if texts else None
+        named = {name: plan for name, plan in known.items() if self.config.precision.names_file(name)}
+        return hashlib.sha256(plans_file(named)).hexdigest() if named else None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -360,7 +362,7 @@ def open_results(runs: dict[str, Run], out: Path) -> tuple[dict[str, Result], di
                 f"The result {path.name!r} is not used: the tokens of {', '.join(run.sources or (STDLIB,))} have changed "
                 "since. Remove it, or restore them."
             )
-        elif result.final and (plans := result.machine.get("plans")) and run.plans not in (plans, None):
+        elif result.final and (plans := result.machine.get("plans")) and run.plans() not in (plans, None):
             problems[name] = (
                 f"The result {path.name!r} is not used: the file of its plan has changed since. Remove it, or restore the plan."
             )
@@ -385,17 +387,6 @@ def run_all(
 
     What still runs after `minutes` is saved, and continues next time.
     """
-    results, problems = open_results(runs, out)
-    for sentence in problems.values():
-        say(sentence)
-    waiting = [name for name in runs if name not in problems and not (name in results and results[name].final)]
-    final = sum(result.final for result in results.values())
-    for name, result in results.items():
-        if runs[name].keep and result.status == "done" and not (out / KEPT / name).exists():
-            say(f"The run of the result {name}.json is not in {str(out / KEPT)!r}: remove the result to train it again.")
-    unused = f" {len(problems)} have a file that is not used." if problems else ""
-    say(f"Of {len(runs)} runs, {final} have a result, and {len(waiting)} are to be trained.{unused}")
-    end = math.inf if minutes is None else time.monotonic() + 60 * minutes
     context: Any = multiprocessing.get_context("forkserver")  # CUDA survives no fork; modules are imported once for all runs
     context.set_forkserver_preload(["dither.tools.ladder"])
     if jobs > 1:
@@ -403,6 +394,17 @@ def run_all(
     running: dict[Any, tuple[str, Any, float]] = {}
     failed = interrupted = 0
     with _locked(out), Signals() as signals:
+        results, problems = open_results(runs, out)
+        for sentence in problems.values():
+            say(sentence)
+        waiting = [name for name in runs if name not in problems and not (name in results and results[name].final)]
+        final = sum(result.final for result in results.values())
+        for name, result in results.items():
+            if runs[name].keep and result.status == "done" and not (out / KEPT / name).exists():
+                say(f"The run of the result {name}.json is not in {str(out / KEPT)!r}: remove the result to train it again.")
+        unused = f" {len(problems)} have a file that is not used." if problems else ""
+        say(f"Of {len(runs)} runs, {final} have a result, and {len(waiting)} are to be trained.{unused}")
+        end = math.inf if minutes is None else time.monotonic() + 60 * minutes
         try:
             while not signals.received and time.monotonic() < end:
                 while len(running) < jobs and waiting:
@@ -418,7 +420,7 @@ def run_all(
                     process.join()
                     if process.exitcode > 128:
                         interrupted += 1
-                        say(f"{name}: it was told to end, and is saved.")
+                        say(f"{name}: it was told to end, and continues next time.")
                         continue
                     result = _collect(runs[name], name, out, process.exitcode, time.monotonic() - began, jobs)
                     failed += not result.final
@@ -454,7 +456,7 @@ def _locked(out: Path) -> Iterator[None]:
 
 def _said(result: Result) -> str:
     """Return how a run ended, for the terminal."""
-    words = [str(result.status)]
+    words: list[str] = [result.status]
     if result.kind == "speed" and result.tokens_per_s is not None:
         words.append(f"{result.tokens_per_s:,.0f} tokens per second")
     elif result.loss is not None:
@@ -482,7 +484,7 @@ def _work(run: Run, name: str, out: str, jobs: int) -> None:
         old.unlink(missing_ok=True)
     begin_process(log, jobs)
     began, folder = time.monotonic(), Path(run.config.run.out)
-    if not _same_settings(folder, run.config):
+    if not _resumes(run, folder):
         shutil.rmtree(folder, ignore_errors=True)
     try:
         outcome = train(run.config, resume="auto", command=sys.argv)
@@ -490,7 +492,7 @@ def _work(run: Run, name: str, out: str, jobs: int) -> None:
             sys.exit(outcome.code)
         began -= max(0.0, outcome.seconds - (time.monotonic() - began))  # the time before an interruption counts
         values = _measured(outcome)
-        values["machine"]["plans"] = run.plans
+        values["machine"]["plans"] = run.plans(outcome.folder)
     except Exception as error:  # such as too little memory, or no GPU
         traceback.print_exc()
         values = {"status": "failed", "why": _sentence(error), "machine": {}}
@@ -523,12 +525,13 @@ def _sentence(error: Exception) -> str:
     return kind + str(error).partition("\n")[0]
 
 
-def _same_settings(folder: Path, config: Config) -> bool:
-    """Return whether a folder has a run with these settings, to resume."""
+def _resumes(run: Run, folder: Path) -> bool:
+    """Return whether a folder has this run, begun with the same settings and plans."""
     try:
-        return resolved(configs.load(folder / CONFIG)) == resolved(config)
+        same = resolved(configs.load(folder / CONFIG)) == resolved(run.config)
     except UserError:
         return False
+    return same and run.plans() in (None, run.plans(folder))
 
 
 def _losses_after_casts(run: Run) -> dict[str, float]:
