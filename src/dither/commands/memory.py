@@ -265,7 +265,7 @@ def _host_shortage(estimates: Mapping[str, MemoryEstimate], memory: int) -> str:
 
 
 def _training(model: str | None, *, is_run: bool) -> list[str]:
-    """Return the beginning of the command that trains a model, up to its settings; of no model, only their flag."""
+    """Return the command that trains a model, up to its settings; without a model, the flag of settings alone."""
     if model is None:
         return ["--set"]
     if is_run:

@@ -346,7 +346,7 @@ def _weight(
 ) -> Tensor:
     """Return a weight as its layer cast it: clipped, if the run learned where (`dither.nn.clipping`).
 
-    It is that of the `masters` if there are any, and the numbers of codes; of a weight that is like a DTensor, its part.
+    `masters` reads masters where there are any. Codes are returned as numbers, and of weights `like` a DTensor, a part.
     """
     home = model.get_submodule(name.rpartition(".")[0])
     # Adam-mini's state has the outputs of a matrix in rows.
@@ -360,7 +360,7 @@ def _weight(
 
 
 def _beside(saved: SavedTensors, stored: str) -> dict[str, str]:
-    """Return the names of what the optimizer's state keeps to widen a weight, by its entries: see `wide_weight`."""
+    """Return the stored names of the optimizer's entries that widen a weight to float32: see `wide_weight`."""
     state = {key: f"optimizer:{stored.removeprefix('model:')}:{key}" for key in (*EXTRA, "exp_avg_sq")}
     found = {key: name for key, name in state.items() if name in saved.tensors}
     split = "master_low" in found and saved.tensors[found["master_low"]].dtype == LOW["split"]  # the moments' signs are bits

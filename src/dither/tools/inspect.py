@@ -241,7 +241,7 @@ def _optimizer(plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple
 
 
 def _stored_name(name: str, tensors: Mapping[str, Tensor]) -> str:
-    """Return the name of a parameter in a checkpoint, where bitwidths of disabled samplings are apart."""
+    """Return the name of a parameter in a checkpoint, which stores bitwidths of disabled samplings apart."""
     layer, _, key = name.rpartition(".")
     return f"model:{name}" if f"model:{name}" in tensors else f"resting:{layer}:{key}"
 
