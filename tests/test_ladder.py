@@ -14,6 +14,7 @@ import pytest
 from runs import error_line
 
 from dither import cli
+from dither.checkpoint import Saver
 from dither.errors import UserError
 from dither.models import find_model
 from dither.report.ladder import LadderReport, Law, Result, charts, fit_law, read_result, write_ladder
@@ -21,6 +22,7 @@ from dither.run_lock import RunLock
 from dither.spec.recipes import recipe
 from dither.tools import ladder as ladders
 from dither.tools.trials import prepare_once
+from dither.train import loop, train
 from dither.train.trainer import Trainer
 
 PLANTED = Law(E=1.7, A=400.0, a=0.34, B=410.0, b=0.28, residual=0.0, points=0)
@@ -443,6 +445,32 @@ def test_a_run_that_a_signal_ended_resumes_if_its_settings_are_the_same(tmp_path
     assert (resumed.loss, resumed.curve) == (straight.loss, straight.curve)
     assert resumed.seconds > 0
     assert not (out / ladders.WORK / name).exists()
+
+
+def test_a_run_that_died_is_recorded_once_and_saves_nothing(tmp_path, monkeypatch):
+    path, out = tmp_path / "ladder.toml", tmp_path / "results"
+    path.write_text(FILE)
+    (out / ladders.LOGS).mkdir(parents=True)
+    monkeypatch.setattr(ladders, "begin_process", lambda log, jobs: None)
+    prepare_once(ladders.load(path).config, out)
+    name = "tiny-0.001-o1-seed-0"
+    run = ladders.plan(ladders.load(path), out)[name]
+    saved, save = [], Saver.save
+    monkeypatch.setattr(Saver, "save", lambda *given, **named: saved.append(given) or save(*given, **named))
+    with monkeypatch.context() as dying:
+        evaluate = loop.Run.evaluate
+
+        def died(self):
+            evaluate(self)
+            raise RuntimeError("died")
+
+        dying.setattr(loop.Run, "evaluate", died)
+        with pytest.raises(RuntimeError, match="died"):
+            train(run.config)
+    ladders._work(run, name, str(out), 1)
+    assert not saved
+    for points in (read_result(out / f"{name}.json").curve, read_result(out / f"{name}.json").held_out):
+        assert [tokens for tokens, _ in points] == sorted({tokens for tokens, _ in points})
 
 
 def test_when_the_time_is_over_nothing_starts_and_what_runs_is_told_to_save(tmp_path, capsys):

@@ -35,6 +35,7 @@ from dither.evaluate.variants import Variants, evaluate
 from dither.models import PRESETS, parameter_count, preset
 from dither.models.sizes import Model
 from dither.report.ladder import LadderReport, Result, read_result
+from dither.report.run_folder import read
 from dither.run_lock import RunLock
 from dither.settings import AtLeast, Count, OneOf, check, from_table, parse, value_at
 from dither.tools.arms import NAMED, SHARED, Arm, find_field
@@ -487,7 +488,7 @@ def _work(run: Run, name: str, out: str, jobs: int) -> None:
     if not _resumes(run, folder):
         shutil.rmtree(folder, ignore_errors=True)
     try:
-        outcome = train(run.config, resume="auto", command=sys.argv)
+        outcome = train(run.config, resume="auto", command=sys.argv, save_last=bool(run.casts or run.keep))
         if outcome.how == "signal":  # it is saved, and resumes next time
             sys.exit(outcome.code)
         began -= max(0.0, outcome.seconds - (time.monotonic() - began))  # the time before an interruption counts
@@ -545,17 +546,16 @@ def _losses_after_casts(run: Run) -> dict[str, float]:
 
 def _measured(outcome: Outcome) -> dict[str, Any]:
     """Return what the folder of a run says about it."""
-    lines = [files.from_json(line) for line in (outcome.folder / "metrics.jsonl").read_bytes().splitlines()]
-    trained = [line for line in lines if line["kind"] == "train"]
-    facts = files.read_json(outcome.folder / "environment.json")[0]
+    folder = read(outcome.folder)
+    trained, facts = folder.of("train"), folder.environment
     machine = {name: facts.get(name) for name in ("device", "torch", "python", "dither")}
     machine |= {"commit": os.environ.get("DITHER_COMMIT") or facts.get("git"), "corpus": facts.get("corpus_sha256")}
     if (origin := outcome.folder / ORIGIN).exists():
         machine["weights"] = files.read_json(origin)[0]["sha256"]
     per_step = trained[-1]["tokens"] // trained[-1]["step"] if trained else 0
     done = outcome.how == "done" and outcome.loss is not None and math.isfinite(outcome.loss)
-    layers: dict[str, Any] = next((line["layers"] for line in reversed(lines) if line["kind"] == "bitwidths"), {})
-    held_out = [(line["step"] * per_step, line["loss"]) for line in lines if line["kind"] == "eval"]
+    layers: dict[str, Any] = next((line["layers"] for line in reversed(folder.of("bitwidths"))), {})
+    held_out = [(line["step"] * per_step, line["loss"]) for line in folder.of("eval")]
     speeds = [line["tokens_per_s"] for line in trained[len(trained) // 2 :] if line["tokens_per_s"]]
     return {
         "status": "done" if done else "diverged",

@@ -78,6 +78,7 @@ def train(
     progress: Progress | None = None,
     tell: Callable[[Outcome | DitherError], None] | None = None,
     draw: DrawLayers | None = None,
+    save_last: bool = True,
 ) -> Outcome:
     """Train a model as a config says, in the folder `run.out`, or resume the run in that folder.
 
@@ -91,6 +92,7 @@ def train(
         tell: Called on rank 0 with the outcome, or with an error that every rank raises, before any rank returns: a launcher
             may end all ranks when the first of them does.
         draw: Draws the maps that TensorBoard shows, if the run has that tracker: `dither.report.line_images`.
+        save_last: Save a checkpoint of the last step. A caller that reads the metrics alone needs none.
 
     >>> import tempfile
     >>> from dither.train.config import Config, Data, RunSettings
@@ -122,7 +124,7 @@ def train(
                 trainer, resumed = _build(config, folder, ranks, signals, progress)
                 folder.describe(stack, trainer, resumed, command)
                 records = Records(trainer, _metrics(stack, folder, trainer, resumed, progress, draw), progress, began)
-                run = Run(trainer, folder, records, _saver(stack, folder, trainer), signals, resumed)
+                run = Run(trainer, folder, records, _saver(stack, folder, trainer), signals, resumed, save_last=save_last)
                 run.begin()
             return _told(ranks, tell, run.run())
         except Interrupted as told:
@@ -254,6 +256,7 @@ class Run:
         saver: Saves checkpoints.
         signals: The signals that end the run.
         resumed: The step from which this process resumed; None for a new run.
+        save_last: Whether a checkpoint of the last step is saved.
     """
 
     def __init__(
@@ -264,9 +267,12 @@ class Run:
         saver: Saver,
         signals: Signals,
         resumed: int | None,
+        *,
+        save_last: bool,
     ) -> None:
         self.trainer, self.folder, self.records, self.saver = trainer, folder, records, saver
         self.signals, self.resumed, self.config, self.ranks = signals, resumed, trainer.config, trainer.ranks
+        self.save_last = save_last
         self.training = False
         """False until the first step."""
         self.stepping = False
@@ -521,7 +527,7 @@ class Run:
         trainer, records = self.trainer, self.records
         if how == "done":
             self.evaluate()
-            if trainer.done != self.resumed:  # else it is saved already
+            if self.save_last and trainer.done != self.resumed:  # else it is saved already
                 self.save()
         self.saver.wait()
         records.seconds_line()
