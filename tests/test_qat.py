@@ -232,6 +232,14 @@ def test_a_run_exports_the_codes_of_its_weights_also_where_masters_differ(base, 
     assert described["config_groups"]["group_0"]["targets"] == ["Linear"]
 
 
+def test_other_codes_than_those_of_training_are_told(base, tmp_path, capsys):
+    """A model that trained for one cast is worse in others than one that trained for none: reproduce/gaussws."""
+    run = start(base, "told", "qat.format=mxfp4")
+    for format in ("bf16", "nvfp4", "mxfp4", "mxfp4-w4a4"):
+        assert cli.main(["export", str(run), "-o", str(tmp_path / format), "--format", format, "--sequences", "1"]) == 0
+        assert ("The model trained for mxfp4." in capsys.readouterr().err) == (format in ("bf16", "nvfp4"))
+
+
 def test_noise_comes_before_casts(base):
     run = start(base, "noise", "qat.format=mxfp4", "qat.noise_until=0.5", "optim.max_norm=0")
     plans = [line["plan"] for line in lines(run, "plan")]

@@ -12,6 +12,7 @@ from dither.commands.arguments import Device, Json, ModelPath, Tokenizer
 from dither.console import ProgressBars, print_result
 from dither.errors import UserError
 from dither.spec import Plan
+from dither.spec.deployment import DEPLOYMENTS
 
 
 def export(
@@ -117,6 +118,10 @@ def export(
                 )
             loss_base = evaluate(merged_model(source.adapted, adapters=False))
         chosen = source.plan if source.qat == format else None
+        written = DEPLOYMENTS.get(format)
+        if source.qat and format != AUTO and not (written and written.stores(DEPLOYMENTS[source.qat].cast)):
+            worse = "it may be worse than one that trained for no format (docs/qat.md)"
+            print(f"The model trained for {source.qat}. Written as {format}, {worse}.", file=sys.stderr)
         if format == AUTO:
             chosen = Plan.load(plan) if plan is not None else deployment_plan(source, slack)
         record = folder.export(
