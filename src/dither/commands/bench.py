@@ -37,7 +37,7 @@ def bench(
 
     Args:
         suites: What to measure.
-        quick: Measure fewer sizes and modes, with fewer repetitions.
+        quick: Measure fewer sizes, modes and casts, with fewer repetitions: of train o1, bf16-sr and recipe:fp8-current.
         sizes: Llamas of train and plan: tiny, 134m, 360m, 1b, 3b, 8b4, 8b; by default 1b, or tiny on a CPU.
         modes: Precisions of train, such as o1 bf16-sr recipe:fp8-block+sr; docs/benchmarks.md describes them.
         together: Let the modes of train take turns in one process, which shows differences below a percent.
