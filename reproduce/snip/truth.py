@@ -2,7 +2,7 @@
 
     dither train --out runs/truth-base --data peers/english8k --set model.preset=llama-3m precision.mode=fp32 optim.lr=2e-3 \\
         run.steps=1000 data.sequence=512 data.batch=8 run.eval_every=0 run.sample_every=0
-    python reproduce/snip/truth.py runs/truth-base                 # half an hour on two cores; writes reproduce/snip/truth.json
+    python reproduce/snip/truth.py runs/truth-base     # ten minutes on two cores; writes truth.json and figures
 
 Each probe scores each option of each layer on one batch of training text. Each option is then measured alone, on batches of
 held-out text: `--batches` for the loss and the next weights, `--more` for the loss alone. An estimate is compared with the
@@ -22,6 +22,8 @@ from scipy.stats import spearmanr
 
 from dither import Stream
 from dither.data import Batch, held_out, open_corpus
+from dither.report.charts import Line, LineChart
+from dither.report.figures import draw_chart, write_drawing
 from dither.settings import override
 from dither.snip import TrainingSetup, options, score
 from dither.snip.dry_run import DryRun
@@ -40,8 +42,10 @@ def forward(trainer: Trainer) -> Any:
     return lambda model, batch: trainer.passes.loss(model, batch)
 
 
-def measured(trainer: Trainer, batches: list[Batch], whole: int, chosen: Any, setup: TrainingSetup) -> Iterator[np.ndarray]:
-    """Yield the rises of the loss of each batch and, for the first `whole`, the changes of weights: [2, layers, options]."""
+def measured(
+    trainer: Trainer, batches: list[Batch], whole: int, chosen: Any, setup: TrainingSetup
+) -> Iterator[tuple[float, np.ndarray, np.ndarray]]:
+    """Yield the loss of each batch, its rises and, for the first `whole`, the changes of weights: [layers, options]."""
     for number, batch in enumerate(batches):
         run = DryRun(
             trainer.model,
@@ -70,7 +74,7 @@ def measured(trainer: Trainer, batches: list[Batch], whole: int, chosen: Any, se
                             known[casts] = float(run.loss() - plain)
                         rises[row, column] = known[casts]
         print(f"batch {number + 1} of {len(batches)}: loss {float(plain):.4f}", flush=True)
-        yield np.stack([rises, moves])
+        yield float(plain), rises, moves
 
 
 def main() -> None:
@@ -110,9 +114,9 @@ def main() -> None:
             )
             scores.append((f"{probe} by rows" if rows else probe, found))
             print(f"{scores[-1][0]}: {found.passes} passes, {found.seconds:.1f} s", flush=True)
-        all_of_it = np.stack(list(measured(trainer, batches, given.batches, chosen, setup)))
+        losses, rises, moves = map(np.array, zip(*measured(trainer, batches, given.batches, chosen, setup), strict=True))
         device = str(ranks.device)
-    rises, moves = all_of_it[:, 0], all_of_it[: given.batches, 1].mean(0)
+    moves = moves[: given.batches].mean(0)
     truth = {"loss of a batch": np.abs(rises).mean(0), "mean loss": np.abs(rises.mean(0)), "weights": moves}
     halves = [np.abs(rises[first::2]).mean(0) for first in (0, 1)], [np.abs(rises[first::2].mean(0)) for first in (0, 1)]
     correlations = {
@@ -132,13 +136,30 @@ def main() -> None:
         "seconds": {name: round(found.seconds, 2) for name, found in scores},
         "layers": scores[0][1].layers,
         "options": [option.name for option in chosen],
+        "loss of each batch": np.round(losses, 4).tolist(),
         "rises of each batch": np.round(rises, 9).tolist(),
         "changes of the weights": np.round(moves, 9).tolist(),
         "estimates": {name: {"loss": found.loss, "weights": found.weights} for name, found in scores},
     }
     given.out.write_text(json.dumps(told) + "\n")
+    draw(told, given.out)
     for name, each in correlations.items():
         print(f"{name:16}", "  ".join(f"{what} {value:.3f}" for what, value in each.items()))
+
+
+def draw(told: dict[str, Any], path: Path) -> None:
+    """Draw what probes estimate over what was measured, a point for each option of each layer."""
+    rises = np.abs(told["rises of each batch"]).mean(0) / np.mean(told["loss of each batch"])
+    for what, truth in (("loss", rises), ("weights", np.array(told["changes of the weights"]))):
+        names = ("direct", "measure") if what == "loss" else ("direct", "last", "joint", "measure")  # others estimate as direct
+        x = {"measured": tuple(truth.ravel().tolist())}
+        lines = [
+            Line(name, x, tuple(np.ravel(told["estimates"][name][what]).tolist()), colour, "dots")
+            for colour, name in enumerate(names)
+        ]
+        title = "Change of a batch's loss, relative" if what == "loss" else "Change of the next weights, relative"
+        chart = LineChart(title, "estimated", ("measured",), tuple(lines), log=True, log_x=True)
+        print(write_drawing(draw_chart(chart), path.with_name(f"{path.stem}-{what}.svg")))
 
 
 def _rank(one: Any, other: Any) -> float:
