@@ -43,7 +43,7 @@ def main() -> None:
     snip = Snip(
         conversion,
         optimizer,
-        SnipSettings(target=options.target, start=options.steps // 3, delay=2, probe="last"),
+        SnipSettings(target=options.target, start=options.steps // 3, delay=2, probe="direct"),
         forward=loss_of,
     )
 

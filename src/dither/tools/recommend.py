@@ -127,7 +127,7 @@ def _given_up(rung: Recommendation, shape: Shape, gpu: Gpu, sequence: int, batch
 
 STOCHASTIC = (
     "bf16-sr keeps weights, gradients and states in BF16: 0.578 of the memory of o1 and 1.11 times its speed at 3B. Try the "
-    "usual learning rate and twice as much: its paper finds 2 to 4 times the usual rate best, a sweep of ours the usual one."
+    "usual learning rate and twice as much: its paper finds 2 to 4 times the usual rate best, ours no difference (3M)."
 )
 EIGHT_BITS = "States of 8 bits (companded8) take 2 bytes per parameter less than BF16's."
 AGAIN = (
@@ -137,7 +137,7 @@ AGAIN = (
 SMALL = "FP8 gains little far below 1B parameters: with bf16-sr it ran at 1.10 times o1's speed at 134M, and 1.38 at 1B (H200)."
 EIGHT = "fp8-current ran at 1.290 (1B), 1.318 (3B) and 1.341 times (8B with 4 layers) the speed of BF16 on an H200."
 UNTRIED = "FP8 was not measured on this kind of GPU: compare it with `--set precision.mode=o1` first."
-FOUR = "FP4 has no units on this kind of GPU: it runs on FP8 units, at 0.96 to 0.99 of the speed of FP8."
+FOUR = "FP4 has no units on this kind of GPU: it runs on FP8 units, slower than fp8-current, and ends at a higher loss."
 EXPERIMENT = (
     "NVFP4 is an experiment: this project has not run FP4 products on this kind of GPU. Choose layers by `dither plan`, and "
     "compare with fp8-current."
@@ -229,7 +229,7 @@ SAVINGS = (
     Saving({"optim.states_on": "host"}, "the same numbers"),
     Saving(
         {"precision.weights": "fp8"},
-        "weights have 4 significant bits and noise: 0.03 nats from scratch (3M to 34M), nothing in a fine-tune of 1B",
+        "weights have 4 significant bits and noise: 0.03 nats from scratch (3M to 34M), none seen in one fine-tune of 1B",
     ),
     Saving({"precision.states": "dynamic4"}, "states of 4 bits, which lost nothing in a short run of 0.46M parameters"),
 )

@@ -67,7 +67,7 @@ class Optim:
     lr: Annotated[float, Within(0, open_below=True)] = 3e-3
     """Peak learning rate; 3e-3 suits the tiny model, larger models need less: 6e-4 at 124M, 3e-4 at 1B."""
     min_lr: float | None = None
-    """Learning rate at the end of cosine and wsd; by default a tenth of lr, which stochastic rounding needs to move weights."""
+    """Learning rate at the end of cosine and wsd; by default a tenth of lr."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay rates of the first and second moments."""
     eps: Annotated[float, Within(1e-30, 1e30)] = 1e-8
