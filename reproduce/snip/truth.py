@@ -22,6 +22,7 @@ from scipy.stats import spearmanr
 
 from dither import Stream
 from dither.data import Batch, held_out, open_corpus
+from dither.errors import UserError
 from dither.report.charts import Line, LineChart
 from dither.report.figures import draw_chart, write_drawing
 from dither.settings import override
@@ -37,11 +38,6 @@ PROBES = (("direct", False), ("direct", True), ("last", False), ("joint", False)
 """Probes, and whether they take the errors of each row."""
 
 
-def forward(trainer: Trainer) -> Any:
-    """Return the loss function of dry runs."""
-    return lambda model, batch: trainer.passes.loss(model, batch)
-
-
 def measured(
     trainer: Trainer, batches: list[Batch], whole: int, chosen: Any, setup: TrainingSetup
 ) -> Iterator[tuple[float, np.ndarray, np.ndarray]]:
@@ -52,7 +48,7 @@ def measured(
             [batch],
             trainer.training.optimizer,
             stream=Stream(trainer.config.run.seed, "snip", "truth"),
-            forward=forward(trainer),
+            forward=trainer.passes.loss,
             setup=setup,
         )
         rises, moves = np.zeros((2, len(run.names), len(chosen)))
@@ -92,7 +88,8 @@ def main() -> None:
     loaded, chosen = override(config.load(given.run / CONFIG), values=settings), options(given.options)
     with joined(given.device) as ranks:
         trainer = Trainer(loaded, open_corpus(loaded.data, given.run, once=ranks.once), ranks, initial=False)
-        step = restore_newest(trainer, given.run / "checkpoints", print)
+        if (step := restore_newest(trainer, given.run / "checkpoints", print)) is None:
+            raise UserError(f"The run {str(given.run)!r} has no checkpoint: train it to its end first.")
         setup = TrainingSetup(products=trainer.training.backward_context)
         seen = trainer.loader.batch(trainer.done).to(ranks.device).rows(0, given.rows)
         text = held_out(trainer.corpus.held_out, loaded.data.sequence, given.rows * (given.batches + given.more)).to(
@@ -109,7 +106,7 @@ def main() -> None:
                 probe=probe,  # type: ignore[arg-type]
                 rows=rows,
                 stream=Stream(loaded.run.seed, "snip", probe),
-                forward=forward(trainer),
+                forward=trainer.passes.loss,
                 setup=setup,
             )
             scores.append((f"{probe} by rows" if rows else probe, found))
@@ -167,4 +164,7 @@ def _rank(one: Any, other: Any) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        raise SystemExit(str(error)) from None
